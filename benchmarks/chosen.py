@@ -1,10 +1,11 @@
 """Kernels for chosen keys on one GPU, beside those of others: `python -m benchmarks.chosen [--out FILE]`.
 
 bf16, causal. Cases: latents of 512 + 64 (DeepSeek), 2,048 keys a query; keys of 128, 16 query heads a key head, 32
-blocks of 64 (NSA); blocks of 512 that are chosen in the call, 8 a query (MoBA); and the scores of an indexer. Choices
-are spread over what a query may read. Each row: errors first, of o against the fp64 loop of some queries, of the
-gradients against those of the case's first arm; milliseconds forward, and forward + backward; TB/s of what a call reads
-of keys and adds to their gradients. What cannot run says why. --limit: seconds after which no row is begun.
+blocks of 64 (NSA); all keys, expanded from latents; blocks of 512 that are chosen in the call, 8 a query (MoBA); and
+the scores of an indexer. Choices are spread over what a query may read. Each row: errors first, of o against the fp64
+loop of some queries, of the gradients against those of the case's first arm; milliseconds forward, and forward +
+backward; TB/s of what a call reads of keys and adds to their gradients. What cannot run says why. --limit: seconds
+after which no row is begun.
 
     python -m benchmarks.chosen --tokens 8192 --cases latents blocks index --forms torch triton triton_sorted --limit 50
 
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def latents(T: int, H: int, S: int, forms: list[str]) -> Case:
     x = [t.requires_grad_() for t in draw(1, T, H, 0)]
     chosen = choose(torch.arange(T, device="cuda"), S)
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         return lambda *x: ring_la.mla(*x, chosen=chosen, backend=backend).o
 
     def truth(*x: Tensor) -> Tensor:
@@ -72,12 +73,27 @@ def latents(T: int, H: int, S: int, forms: list[str]) -> Case:
     read = int((chosen >= 0).sum()) * (L + R)
     arms = {form: partial(ours, form) for form in forms}
     arms |= {"FlashMLA": lambda: peers.flash_mla(chosen, T, (N + R) ** -0.5)}
-    arms |= {
-        "PyTorch, all keys expanded": lambda: peers.expanded,
-        "ours, all keys": lambda: lambda *x: ring_la.mla(*x).o,
-    }
-    others = ("PyTorch, all keys expanded", "ours, all keys")
-    return Case(f"latents, {H} heads, {S} of {T}", x, (2 * read, 8 * read), truth, arms, others)
+    return Case(f"latents, {H} heads, {S} of {T}", x, (2 * read, 8 * read), truth, arms)
+
+
+def expanded(T: int, H: int) -> Case:
+    """All keys of latents, K = 192 and V = 128."""
+    x = [t.requires_grad_() for t in draw(1, T, H, 0)]
+
+    def ours(backend: Any) -> Function:
+        return lambda *x: ring_la.mla(*x, form="expanded", backend=backend).o
+
+    def truth(*x: Tensor) -> Tensor:
+        q, latent, rotary, w_uk, w_uv = (t.double() for t in x)
+        at = torch.linspace(0, T - 1, CHECKED, device="cuda").long()
+        k, v = (torch.einsum("tl,hnl->htn", latent[0], w) for w in (w_uk, w_uv))
+        k = torch.cat([k, rotary[0].expand(H, -1, -1)], -1)
+        s = torch.einsum("thk,hjk->thj", q[0, at], k) * (N + R) ** -0.5
+        s = s.masked_fill((torch.arange(T, device="cuda") > at[:, None])[:, None], -torch.inf)
+        return torch.einsum("thj,hjv->thv", s.softmax(-1), v)
+
+    arms = {name: partial(ours, name) for name in ("triton", "cudnn")} | {"PyTorch": lambda: peers.expanded}
+    return Case(f"all keys of latents, {H} heads, {T}", x, None, truth, arms)
 
 
 def keys(T: int, H: int, heads: int, D: int) -> list[Tensor]:
@@ -100,7 +116,7 @@ def blocks(T: int, H: int, heads: int, D: int, S: int, size: int, forms: list[st
     numbers = torch.where(best.values < 0, -1, best.indices)[None]
     chosen = torch.where(numbers < 0, -1, numbers * size).int()
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         return lambda *x: ring_la.sparse_attention(*x, chosen=chosen, block=size, backend=backend).o
 
     def truth(*x: Tensor) -> Tensor:
@@ -126,7 +142,7 @@ def blocks(T: int, H: int, heads: int, D: int, S: int, size: int, forms: list[st
 def moba(T: int, H: int, D: int, S: int, size: int, forms: list[str]) -> Case:
     """Blocks that each head chooses by their mean keys, in the call."""
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             chosen = block_index(q, k, size, S).places
             return ring_la.sparse_attention(q, k, v, chosen, block=size, backend=backend).o
@@ -245,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], help="of queries on latents")
-    parser.add_argument("--cases", nargs="+", default=["blocks", "latents", "moba", "index"])
+    parser.add_argument("--cases", nargs="+", default=["blocks", "latents", "expanded", "moba", "index"])
     parser.add_argument("--forms", nargs="+", default=["triton", "triton_sorted", "torch"])
     parser.add_argument("--limit", type=float, default=75, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
@@ -259,6 +275,7 @@ def main() -> None:
     cases = {
         "blocks": [lambda: rows(blocks(T, 64, 4, 128, 32, 64, forms), late)],
         "latents": [lambda H=H: rows(latents(T, H, 2048, forms), late) for H in args.heads],
+        "expanded": [lambda H=H: rows(expanded(T, H), late) for H in args.heads],
         "moba": [lambda: rows(moba(T, 16, 128, 8, 512, forms), late)],
         "index": [lambda: index(T, late)],
     }

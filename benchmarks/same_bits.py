@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 
-from ring_la import ContextParallel
+from ring_la import ContextParallel, capture
 from ring_la.blockwise import switch
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import sum_gradients
@@ -51,16 +52,21 @@ def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[floa
     rng = torch.Generator().manual_seed(1)
     ids = layout.shard(torch.randint(0, model.config.vocab_size, (1, options.tokens), generator=rng).to(cp.device))
     out, loss = [], torch.zeros(())
-    for _ in range(options.repeats + 1):
-        begin = time.perf_counter()
-        model.zero_grad()
+
+    def step(ids: Tensor) -> Tensor:
         loss = model.loss(ids, layout=layout)
         loss.backward()
+        return loss.detach()
+
+    call = capture(step, cp) if options.captured else step
+    for _ in range(options.repeats + (4 if options.captured else 1)):
+        begin = time.perf_counter()
+        for p in model.parameters():
+            p.grad = None if p.grad is None or not options.captured else p.grad.zero_()
+        loss = call(ids)
         sum_gradients(model.parameters(), cp)
         float(model.norm.weight.grad.sum())  # waits for a GPU
         out.append(time.perf_counter() - begin)
-    if options.profile:
-        profiled(lambda: model.loss(ids, layout=layout).backward(), cp.device)
     found = [cp.comm.all_reduce(loss.detach()).wait(), *(p.grad for p in model.parameters())]
     bits = hashlib.sha256()
     for name, t in zip(("loss", *(n for n, _ in model.named_parameters())), found):
@@ -68,7 +74,9 @@ def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[floa
         bits.update(own)
         if options.each and cp.rank == 0:
             print(f"    {hashlib.sha256(own).hexdigest()[:8]} {name}", flush=True)
-    return out, bits.hexdigest()[:16]
+    if options.profile:
+        profiled(lambda: call(ids), cp.device)
+    return out[-1 - options.repeats :], bits.hexdigest()[:16]
 
 
 def profiled(step: Callable[[], None], device: torch.device) -> None:
@@ -99,6 +107,7 @@ def main() -> None:
     parser.add_argument("--config", help="of examples/configs, in place of --dim")
     parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
     parser.add_argument("--at-once", action="store_true", help="the blocks of a rank in one launch")
+    parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph")
     parser.add_argument("--each", action="store_true", help="the digest of each gradient, too")
     parser.add_argument("--profile", action="store_true", help="what a step spends on kernels")
     parser.add_argument("--layers", type=int, help="the first so many of them")

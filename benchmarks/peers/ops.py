@@ -98,6 +98,12 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         plain = dict(use_qk_l2norm_in_kernel=False, use_p_times_alpha=False)
         return chunk_momentum_delta_rule(**named, **plain)[0]
 
+    def mesa(x: Inputs) -> Tensor:
+        from fla.ops.mesa_net import chunk_mesa_net
+
+        x = dict(x, lamb=x["lam"], q=x["q"] * x["q"].shape[-1] ** -0.5)  # it has no scale
+        return chunk_mesa_net(**{n: t for n, t in x.items() if n != "lam"})[0]
+
     def shared(x: Inputs) -> Tensor:
         if "s" in x:
             from fla.ops.abc import chunk_abc
@@ -110,6 +116,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
     return {
         "momentum_delta_rule": momentum,
         "lightnet": shared,
+        "mesa_net": mesa,
         "abc_attention": shared,
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
         "retention": lambda x: chunk_retention(**x)[0],

@@ -52,14 +52,14 @@ def exact_sum(x: Tensor, layout: ShardedLayout, headroom: int = OF_BLOCKS) -> Te
 
 
 def _by_kernels(x: Tensor, layout: ShardedLayout, headroom: int) -> Tensor:
-    """The same of ``x [n, D]``, in two launches."""
-    from ..kernels.fixed.column_sum import column_sums, largest_of_columns  # needs Triton
+    """The same of ``x [n, D]``, in a launch or two."""
+    from ..kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # needs Triton
 
-    top, comm = largest_of_columns(x), layout.cp.comm
-    if comm.size > 1:
-        top = comm.all_reduce(top, dist.ReduceOp.MAX).wait()
-    total = column_sums(x, power_above(top), headroom)
-    return total if comm.size == 1 else comm.all_reduce(total).wait()
+    comm = layout.cp.comm
+    if comm.size == 1:
+        return whole_sums(x, headroom)
+    top = comm.all_reduce(largest_of_columns(x), dist.ReduceOp.MAX).wait()
+    return comm.all_reduce(column_sums(x, top, headroom)).wait()
 
 
 def part_of(whole: Tensor, layout: ShardedLayout, like: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class _Norm(torch.autograd.Function):
         (x, weight, gate), (layout, silu, eps) = ctx.saved_tensors, ctx.how
         places = places_of(layout, x.shape[0])
         dx, parts, dgate = norm_gradients(do.to(x.dtype), x, weight, gate, places, silu, eps)
-        dweight = part_of(exact_sum(parts, layout), layout, weight) if ctx.needs_input_grad[4] else None
+        dweight = part_of(exact_sum(parts, layout, OF_TOKENS), layout, weight) if ctx.needs_input_grad[4] else None
         return None, None, None, dx, dweight, dgate
 
 

@@ -30,7 +30,7 @@ RECURRENCES = {
     "hgrn2": "gla", "mamba2": "simple_gla", "deltanet": "delta_rule", "gdn": "gated_delta_rule", "kda": "kda",
     "rwkv7": "kda", "comba": "gated_delta_rule", "gdn2": "kda", "gated_delta_product": "gated_delta_rule",
     "mlstm": "simple_gla", "rwkv6": "gla", "hgrn": "simple_gla", "gsa": "gla", "mamba3": "simple_gla",
-    "ttt": "delta_rule",
+    "ttt": "delta_rule", "preconditioned_gdn": "gated_delta_rule", "preconditioned_kda": "kda",
 }  # fmt: skip
 """Layer: the recurrence of `ring-la bench scan` whose rate stands for it (the same rule, or the next dearer one)."""
 PROBE = 128

@@ -135,6 +135,7 @@ class GroupMemory:
     def __init__(self, members: Members, watch: PeerWatch) -> None:
         self._members, self._watch = members, watch
         self.current: Memory | None = None
+        self._in_graphs: list[Memory] = []
 
     def of(self, size: int) -> Memory:
         """Memory of at least `size` bytes. Collective when it must grow.
@@ -150,10 +151,16 @@ class GroupMemory:
                 torch.cuda.synchronize(self._members.device)  # nobody copies from the old one any more
             self.current = None
             memory = self.current = Memory.open(self._members, max(1 << 20, size))
+        if self._capturing() and memory not in self._in_graphs:
+            self._in_graphs.append(memory)  # replays reach it by its address
         return memory
+
+    def _capturing(self) -> bool:
+        return self._members.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def release(self) -> None:
         """Give the memory back; the next use makes it anew. Every rank calls, and no CUDA graph may use it."""
+        self._in_graphs.clear()
         if self.current is not None:
             self.current = None
             torch.cuda.synchronize(self._members.device)

@@ -7,7 +7,7 @@ go together, and what needs no state is done for all chunks at once. Its bits do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,19 +20,22 @@ from ..scan import Chain
 from .exchange import SplitCall
 from .states import entering_states, states_shape
 
+if TYPE_CHECKING:
+    from ..kernels.wy.in_order import Pieces
 
-class Stretch(NamedTuple):
+
+class OwnStretch(NamedTuple):
     """Consecutive tokens of this rank that are consecutive in the sequence.
 
     Attributes:
-        start, stop: which of its tokens. cu: where each document's part starts in them, int32 on the device.
+        start, stop: which of its tokens. pieces: each document's part in them.
         first, last: of each part, the local piece that a state enters by, and the one it leaves by.
         source, target: the ranks that its first state comes from and its last one goes to; None: nobody.
     """
 
     start: int
     stop: int
-    cu: Tensor
+    pieces: Pieces
     first: Tensor
     last: Tensor
     source: int | None
@@ -48,12 +51,14 @@ def goes_in_order(call: SplitCall, inputs: Inputs) -> bool:
     return not reason_against(call.rule, inputs, call.layout.seq_len)
 
 
-def stretches(layout: ShardedLayout) -> tuple[Stretch, ...]:
+def stretches(layout: ShardedLayout) -> tuple[OwnStretch, ...]:
     """Those of this rank, in the order of the sequence; made once."""
     return layout.kept(stretches, lambda: tuple(_made(layout)))
 
 
-def _made(layout: ShardedLayout) -> list[Stretch]:
+def _made(layout: ShardedLayout) -> list[OwnStretch]:
+    from ..kernels.wy.in_order import Pieces  # needs Triton
+
     chain, out = Chain.of(layout), []
     runs: list[list[int]] = []
     for s in layout.local_segments():
@@ -76,12 +81,12 @@ def _made(layout: ShardedLayout) -> list[Stretch]:
         stop = at + sum(p[2] for p in parts)
         source = chain.owners[run[0] - 1] if chain.needs[run[0]] else None
         target = chain.owners[run[-1] + 1] if chain.feeds(run[-1]) else None
-        out.append(Stretch(at, stop, cu, first, last, source, target))
+        out.append(OwnStretch(at, stop, Pieces.of(stop - at, cu), first, last, source, target))
         at = stop
     return out
 
 
-def _cut(inputs: Inputs, of: Stretch) -> Inputs:
+def _cut(inputs: Inputs, of: OwnStretch) -> Inputs:
     return Inputs(*(None if t is None else t[:, of.start : of.stop].contiguous() for t in inputs))
 
 
@@ -100,7 +105,7 @@ def outputs_in_order(
         S = S0.index_select(1, of.first)
         if of.source is not None:
             S[:, 0] = layout.cp.comm.recv(S[:, 0].shape, dtype, S.device, of.source).wait()
-        out = forward(call.rule, _cut(inputs, of), of.cu, call.scale, S, call.saves)
+        out = forward(call.rule, _cut(inputs, of), of.pieces, call.scale, S, call.saves)
         assert out.leaving is not None
         if of.target is not None:
             sends.append(layout.cp.comm.send(out.leaving[:, -1].contiguous(), of.target))
@@ -131,7 +136,7 @@ def gradients_in_order(
             dS[:, -1] = layout.cp.comm.recv(dS[:, -1].shape, dtype, dS.device, of.target).wait()
         S, *kept = saved[n * each : (n + 1) * each]
         backward = Backward(S, do[:, of.start : of.stop].contiguous(), tuple(kept))
-        grads = gradients(call.rule, _cut(inputs, of), of.cu, call.scale, backward, dS)
+        grads = gradients(call.rule, _cut(inputs, of), of.pieces, call.scale, backward, dS)
         assert grads.entering is not None
         if of.source is not None:
             sends.append(layout.cp.comm.send(grads.entering[:, 0].contiguous(), of.source))

@@ -20,6 +20,7 @@ from .mamba3 import Mamba3
 from .moba import MixtureOfBlockAttention
 from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
+from .preconditioned import PreconditionedGatedDeltaNet, PreconditionedKDA
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
@@ -53,6 +54,8 @@ LAYERS: dict[str, type[Layer]] = {
     "mamba3": Mamba3,
     "fox": ForgettingAttention,
     "ttt": TTTLinear,
+    "preconditioned_gdn": PreconditionedGatedDeltaNet,
+    "preconditioned_kda": PreconditionedKDA,
 }
 """Names of the layers in a model's list."""
 
@@ -86,6 +89,8 @@ __all__ = [
     "MultiScaleRetention",
     "MultiheadLatentAttention",
     "NativeSparseAttention",
+    "PreconditionedGatedDeltaNet",
+    "PreconditionedKDA",
     "RMSNorm",
     "RWKV6",
     "RWKV7",

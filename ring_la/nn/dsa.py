@@ -46,7 +46,7 @@ class LightningIndexer(nn.Module):
         self.heads, self.rope_dim, self.rope_base = heads, rope_dim, rope_base
         self.scale = (heads * width) ** -0.5
         self.q_proj = nn.Linear(q_dim, heads * width, bias=False)
-        self.k_proj, self.k_norm = nn.Linear(dim, width, bias=False), nn.LayerNorm(width)
+        self.k_proj, self.k_norm = nn.Linear(dim, width, bias=False), nn.LayerNorm(width, eps=1e-6)
         self.w_proj = nn.Linear(dim, heads, bias=False)
 
     def forward(self, source: Tensor, x: Tensor, at: Tensor) -> IndexVectors:
@@ -95,7 +95,8 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         source = dim if self.q_down is None else self.q_proj.in_features
         heads = positive("index_heads", index_heads)
         self.indexer = LightningIndexer(dim, source, heads, index_dim, R, self.rope_base)
-        self.index_loss, self.index_backend, self.chosen_backend = index_loss, index_backend, backend
+        self.index_loss, self.index_backend = index_loss, index_backend
+        self.chosen_backend: ChosenBackendName | None = backend
 
     @property
     def key_size(self) -> KeySize:

@@ -65,7 +65,8 @@ class MixtureOfBlockAttention(KeyedLayer):
         self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         divide("num_kv_heads", num_heads, self.num_kv_heads)
         self.block, self.topk = positive("block", block), positive("topk", topk)
-        self.rope_base, self.chosen_backend = rope_base, backend
+        self.rope_base = rope_base
+        self.chosen_backend: ChosenBackendName | None = backend
         self.widths = [num_heads * K, self.num_kv_heads * K, self.num_kv_heads * K]
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False)
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))

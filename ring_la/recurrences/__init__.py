@@ -15,6 +15,7 @@ from .hgrn import hgrn
 from .linear_attention import linear_attention
 from .mamba2 import mamba2
 from .mamba3 import mamba3, mamba3_mimo
+from .mesa import mesa_net
 from .mlstm import mlstm
 from .momentum import momentum_delta_rule
 from .oja import gated_oja_rule
@@ -55,6 +56,7 @@ FUNCTIONS = (
     momentum_delta_rule,
     lightnet,
     abc_attention,
+    mesa_net,
 )
 RECURRENCES = tuple(f.definition for f in FUNCTIONS)  # pyright: ignore[reportFunctionMemberAccess]
 """The definition of every recurrence: what conformance tests and benchmarks go through."""

@@ -511,6 +511,25 @@ def abc_attention(
     backend: RecurrenceBackend | None = None,
     in_place: bool = False,
 ) -> LinearAttentionOutput: ...
+def mesa_net(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    lam: Tensor,
+    steps: int = 30,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
 def lightning_decay(
     heads: int, layer_idx: int = 0, num_layers: int = 1, device: torch.device | None = None
 ) -> Tensor: ...
@@ -545,4 +564,5 @@ __all__ = [
     "momentum_delta_rule",
     "lightnet",
     "abc_attention",
+    "mesa_net",
 ]

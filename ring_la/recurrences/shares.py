@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..blockwise import by_block
+from ..kernels.fused.shares import can_share, weight_shares
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import QUERY, VALUE, Argument, state_dtype_of
@@ -41,11 +43,29 @@ class Shares(NamedTuple):
 
 def shares(k: Tensor, z: Tensor | None, options: CommonOptions) -> Shares:
     """The shares of logits k ``[B, T, H, K]``, given z before each document (None: zero)."""
-    wide, layout, H = state_dtype_of({"k": k}), options.layout, k.shape[2]
-    x = k.flatten(2)
-    m, Z = (None, None) if z is None else _started(z.flatten(1).to(wide))
-    if m is None:
-        m = x.new_full((_documents(k, options), x.shape[2]), NEVER, dtype=wide)
+    wide, H, x = state_dtype_of({"k": k}), k.shape[2], k.flatten(2)
+    if z is None:
+        log = x.new_full((_documents(k, options), x.shape[2]), NEVER, dtype=wide)
+    else:
+        log = _logarithm(z.flatten(1).to(wide))
+    final: Tensor | None
+    if options.backend != "torch" and options.layout is None and can_share(x):
+        written, g, end = weight_shares(x, log, options.cu_seqlens)
+        final = torch.where(end > NEVER / 2, F.softplus(end, threshold=1e4), 0.0)
+    else:
+        written, g, final = _by_parts(x, log, z is None, options)
+    written, g = (t.unflatten(2, (H, -1)) for t in (written, g))
+    return Shares(written, g, None if final is None else final.unflatten(1, (H, -1)))
+
+
+def _by_parts(
+    x: Tensor, log: Tensor, fresh: bool, options: CommonOptions
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """What the kernel gives, and z, in the operations of `hgrn` and `stabiliser`. `log` is log Z before each document;
+    `fresh`: it is that of nothing."""
+    wide, layout = log.dtype, options.layout
+    m = log.detach()
+    Z = None if fresh else torch.where(m > NEVER, (log - m).exp(), 0.0)
     gauge = stabiliser(x, torch.zeros_like(x), m, options)
 
     def weights(x: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,8 +81,7 @@ def shares(k: Tensor, z: Tensor | None, options: CommonOptions) -> Shares:
         return written, torch.log1p(-written.clamp(max=1 - torch.finfo(wide).eps))
 
     written, g = by_block(parts, weight, total, layout=layout)
-    final = None if end is None else _finished(end, gauge.final.to(wide)).unflatten(1, (H, -1))
-    return Shares(written.unflatten(2, (H, -1)), g.unflatten(2, (H, -1)), final)
+    return written, g, None if end is None else _finished(end, gauge.final.to(wide))
 
 
 def _documents(k: Tensor, options: CommonOptions) -> int:
@@ -72,18 +91,17 @@ def _documents(k: Tensor, options: CommonOptions) -> int:
     return layout.num_documents if layout is not None and layout.packed else k.shape[0]
 
 
-def _started(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The stabiliser before each document, and Z divided by its exponential, given ``z = log(1 + Z)``."""
+def _logarithm(z: Tensor) -> Tensor:
+    """log Z, given ``z = log(1 + Z)``."""
     some = z > 0
     full = torch.where(some, z, 1.0)
-    log = full + torch.log(-torch.expm1(-full))
-    return torch.where(some, log, NEVER).detach(), torch.where(some, (log - log.detach()).exp(), 0.0)
+    return torch.where(some, full + torch.log(-torch.expm1(-full)), NEVER)
 
 
 def _finished(Z: Tensor, m: Tensor) -> Tensor:
     """``log(1 + Z e^m)``."""
     some = Z > 0
-    return torch.where(some, torch.nn.functional.softplus(torch.where(some, Z, 1.0).log() + m, threshold=1e4), 0.0)
+    return torch.where(some, F.softplus(torch.where(some, Z, 1.0).log() + m, threshold=1e4), 0.0)
 
 
 def _shared(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -136,7 +136,7 @@ def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Att
 
 def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form", "kv_comm_dtype"}
+    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form", "kv_comm_dtype", "sums"}
     if x.latent or x.chosen is not None:
         not_its |= {"alibi_slopes", "joint"}
     if x.chosen is None:

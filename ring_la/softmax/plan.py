@@ -150,9 +150,10 @@ class AttentionMoves:
         if x.sinks is not None:
             weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
+        found = sums.found((split.dq, split.dk), x.q.dtype, job.scores.sums) if job.scores.sums else None
         inputs = [s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv)]
-        if job.scores.sums:
-            sums.round_off(inputs[0], inputs[1], (split.dq, split.dk), job.scores.sums)
+        if found is not None:
+            sums.put((inputs[0], inputs[1]), found, job.scores.sums)
         up = job.backend.up_gradients() if isinstance(job.backend, LatentBackend) else ()
         return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)  # type: ignore[call-arg]
 

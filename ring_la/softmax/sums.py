@@ -103,15 +103,11 @@ def added(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     return of_q.contiguous(), (of_k / scores.scale).contiguous()
 
 
-def put(gradients: tuple[Tensor, Tensor], of_sums: tuple[Tensor, Tensor], scores: Scores) -> None:
-    """Write ``Σ_j ds_ij`` and ``Σ_i ds_ij``, wide ``[B, T, H]``, into the channels of dq and dk behind theirs."""
-    dq, dk = gradients
-    for grad, x, at in (
-        (dq, of_sums[0] * scores.scale, _of_queries(scores.sums, dq.dtype)),
-        (dk, of_sums[1], _of_keys(scores.sums, dk.dtype)),
-    ):
-        grad[..., scores.sums :] = 0
-        grad[..., at] = in_parts(x, grad.dtype)
+def put(gradients: tuple[Tensor, Tensor], of_sums: tuple[Tensor, Tensor], sums: int) -> None:
+    """Write the gradients of sums, wide ``[B, T, H]``, into the channels of dq and dk behind their `sums` ones."""
+    for grad, x, of in zip(gradients, of_sums, (_of_queries, _of_keys)):
+        grad[..., sums:] = 0
+        grad[..., of(sums, grad.dtype)] = in_parts(x, grad.dtype)
 
 
 def keep_first(dq: Tensor, dk: Tensor, sums: int, dtype: torch.dtype) -> None:
@@ -120,7 +116,7 @@ def keep_first(dq: Tensor, dk: Tensor, sums: int, dtype: torch.dtype) -> None:
         grad[..., at.start + 1 : at.stop] = 0
 
 
-def round_off(dq: Tensor, dk: Tensor, of: tuple[Sum, Sum], sums: int) -> None:
-    """Gradients of sums as parts of what they are, in the place of rounded sums of parts."""
-    for grad, total, at in ((dq, of[0], _of_queries(sums, dq.dtype)), (dk, of[1], _of_keys(sums, dk.dtype))):
-        grad[..., at] = in_parts(total.over_columns(at), grad.dtype)
+def found(gradients: tuple[Sum, Sum], dtype: torch.dtype, sums: int) -> tuple[Tensor, Tensor]:
+    """What `put` has written, of sums of dq and dk that have not been rounded yet."""
+    of_q, of_k = (g.over_columns(of(sums, dtype)) for g, of in zip(gradients, (_of_queries, _of_keys)))
+    return of_q, of_k

@@ -8,7 +8,7 @@ import torch
 
 import ring_la
 from ring_la.testing import check_recurrence
-from tests.support import gradient_step_cases, log_linear_cases, pool, precondition_cases
+from tests.support import gradient_step_cases, log_linear_cases, mesa_cases, pool, precondition_cases, share_cases
 from tests.support.recurrence_cases import COMPOSED, error
 
 
@@ -125,3 +125,36 @@ def test_kernels_of_ttt_linear(case, record_property):
     found = gradient_step_cases.errors(*GRADIENT_STEPS[case], "cuda")
     record_property("errors", found)
     assert max(found.values()) < 2e-2, found
+
+
+SHARES = {
+    "fp32": (300, 128, None, torch.float32),
+    "packed": (300, 36, (0, 1, 1, 190, 300), torch.float32),
+    "bf16": (2000, 128, None, torch.bfloat16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHARES)
+def test_kernels_of_shares(case, record_property):
+    pytest.importorskip("triton")
+    T, D, cu, dtype = SHARES[case]
+    found = share_cases.errors(T, D, cu, dtype, "cuda")
+    record_property("errors", found)
+    assert max(found.values()) < {torch.float32: 1e-5, torch.bfloat16: 6e-3}[dtype], found
+
+
+SOLVED = {
+    "fp32": (2, 2, 64, (0, 300), True, torch.float32),
+    "bf16 128": (2, 2, 128, (0, 1000), False, torch.bfloat16),
+    "packed bf16": (1, 2, 64, (0, 0, 1, 190, 600), True, torch.bfloat16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SOLVED)
+def test_kernels_of_mesa_net(case, record_property):
+    pytest.importorskip("triton")
+    found = mesa_cases.errors(*SOLVED[case], "cuda")
+    record_property("errors", {"x": found})
+    assert found < {torch.float32: 1e-4, torch.bfloat16: 2e-2}[SOLVED[case][-1]], found

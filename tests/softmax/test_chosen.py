@@ -10,7 +10,7 @@ import torch
 
 import ring_la
 from ring_la import reference
-from ring_la.softmax.backends import chosen, latents
+from ring_la.softmax.backends import Ask, choose_for_chosen, chosen, latents
 from ring_la.softmax.strategies.choice import pick_for_chosen
 from ring_la.softmax.strategies.chosen import pays
 from tests.support.attention_cases import Case, error
@@ -53,6 +53,21 @@ def compared(P: int) -> list[str]:
                 errors = compare(layout, draw(feature, packed), truth(feature, packed), strategy=strategy)
                 bad += [f"{packed} {kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
     return bad
+
+
+def test_which_kernel_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    facts = {"latents": (16, 1, 576, 512), "keys": (16, 1, 64, 64), "blocks": (64, 4, 128, 128)}
+    taken = {"latents": "triton_sorted", "keys": "triton", "blocks": "triton"}
+    for name, numbers in facts.items():
+        for device, repeatable, kernel in (
+            ("cuda", False, taken[name]),
+            ("cuda", True, "torch"),
+            ("cpu", False, "torch"),
+        ):
+            ask = Ask(torch.device(device), torch.bfloat16, *numbers, repeatable=repeatable)
+            assert choose_for_chosen(ask, None).name == kernel
+    assert choose_for_chosen(Ask(torch.device("cuda"), torch.float64, 16, 1, 576, 512), None).name == "torch"
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])

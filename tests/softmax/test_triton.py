@@ -5,6 +5,7 @@ The GPU's own check is tests/gpu/test_attention.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -24,7 +25,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("GPUs have a check of their own", allow_module_level=True)
 
 from ring_la.softmax import attention, forgetting_attention  # noqa: E402
-from ring_la.softmax.backends.triton import launch, plan, span_launch, spans, table  # noqa: E402
+from ring_la.softmax.backends.canonical import Canonical  # noqa: E402
+from ring_la.softmax.backends.triton import CanonicalTriton, launch, plan, span_launch, spans, table  # noqa: E402
 from ring_la.softmax.merging import fused  # noqa: E402
 
 
@@ -103,6 +105,17 @@ def test_spans_of_any_layout(kind, cu, reach, of_spans):
         tensors, pair = [torch.randn(*s) for s in shapes], Pair(rows, keys, scores.reach)
         for got, want in zip(*(block(b, scores, tensors, pair) for b in ("triton", "torch"))):
             assert error(got, want) < 1e-5
+    assert of_spans
+
+
+def test_spans_of_documents_that_only_the_device_knows(of_spans):
+    torch.manual_seed(0)
+    cpu, cu, scores = torch.device("cpu"), (0, 7, 7, 90, 91, 198), Scores(0.3, left=50, right=0)
+    tensors = [torch.randn(1, 198, h, 8) for h in (2, 1, 1, 2)]
+    known, unknown = Tokens.whole(198, cpu, cu), Tokens.packed(198, torch.tensor(cu))
+    want = block("torch", scores, tensors, Pair(known, known, scores.reach))
+    for got, exact in zip(block("triton", scores, tensors, Pair(unknown, unknown, scores.reach)), want):
+        assert error(got, exact) < 1e-5
     assert of_spans
 
 
@@ -190,3 +203,56 @@ def test_gradients_of_a_block_come_in_the_inputs_dtype():
         assert got.wide().dtype == torch.float32
         assert error(part, exact.wide()) < 1e-2
     assert not BACKENDS["triton"].sums_wide
+
+
+def test_the_first_part_holds_the_result(monkeypatch):
+    """Where it has all rows, others are put into theirs: nothing else is read or written; asked again, nothing is."""
+    torch.manual_seed(0)
+    shape, cpu, results = (2, 37, 3, 12), torch.device("cpu"), []
+    spans_ = [slice(0, 37), slice(20, 30), slice(25, 29)]
+    drawn = [(torch.randn(2, s.stop - s.start, 3, 12), torch.randn(2, 3, s.stop - s.start)) for s in spans_]
+    for fuses in (False, True):
+        monkeypatch.setattr(one_pass, "fuses", lambda device, dtype, fuses=fuses: fuses)
+        partial, added, settled = (kind(shape, torch.float32, cpu) for kind in (Partial, Sum, Sum))
+        held = [(x.clone(), lse.clone(), x.clone(), x.clone()) for x, lse in drawn]
+        for (o, lse, dq, dk), rows in zip(held, spans_):
+            partial.add(o, lse, rows)
+            added.add(dq, rows)
+            settled.add(dk, rows)
+        for _ in range(2):
+            got = [*partial.result(), added.result(torch.float32), settled.settled(torch.float32).result(torch.float32)]
+            results.append([t.clone() for t in got])
+            assert [a.data_ptr() == b.data_ptr() for a, b in zip(got[:3], held[0])] == [fuses] * 3
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0])
+
+
+def test_blocks_at_fixed_places_have_the_same_bits():
+    """What a document and its gradients are does not depend on its place, nor on which rows are at hand. (NumPy's
+    products look at a row's place in a tile of 64, tensor cores do not.)"""
+    backend, H, D = CanonicalTriton(), 2, 16
+    rng = torch.Generator().manual_seed(3)
+    one, other = ([torch.randn(1, n, h, D, generator=rng) for h in (H, 1, 1, H)] for n in (100, 64))
+    scores = Scores(0.3, right=0)
+
+    def run(parts: list, rows: slice = slice(None)) -> list[torch.Tensor]:
+        q, k, v, do = (torch.cat(x, 1) for x in zip(*parts))
+        cu = [0, *itertools.accumulate(p[0].shape[1] for p in parts)]
+        tokens = Tokens.whole(cu[-1], torch.device("cpu"), cu)
+        q, do, mine = q[:, rows], do[:, rows], tokens.cut(*rows.indices(cu[-1])[:2])
+        pair, out = Pair(mine, tokens, scores.reach), Partial(q.shape, q.dtype, q.device)
+        backend.forward(q, k, v, scores, pair, out)
+        o, lse = out.result()
+        x = QueryRows(q, o, do, lse, backend.row_sums(do, o, None, mine))
+        return [o, backend.query_gradients(x, k, v, scores, pair), *backend.key_gradients(x, k, v, scores, pair)]
+
+    whole, turned = run([one, other]), run([other, one])
+    for a, b in zip(whole, turned):
+        assert torch.equal(a[:, :100], b[:, 64:])
+    for a, b in zip(run([one, other], slice(64, 100))[:2], whole):
+        assert torch.equal(a, b[:, 64:100])
+    plain = Canonical()
+    expected = Partial(one[0].shape, torch.float32, torch.device("cpu"))
+    tokens = Tokens.whole(100, torch.device("cpu"))
+    plain.forward(*one[:3], scores, Pair(tokens, tokens, scores.reach), expected)
+    torch.testing.assert_close(whole[0][:, :100], expected.result()[0], rtol=1e-4, atol=1e-5)

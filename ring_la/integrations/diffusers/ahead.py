@@ -27,7 +27,7 @@ Rotary = Any
 """Of the rank's tokens, as the library has it."""
 
 
-class Running(Protocol):
+class PostingModel(Protocol):
     """What of the split model is asked: the call under way, and the number operators know it by."""
 
     number: int
@@ -37,7 +37,7 @@ class Running(Protocol):
 class Posting:
     """Keys of one split model that leave before their queries."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: PostingModel) -> None:
         self._running = running
         self._hooks: dict[Streams, Callable] = {}  # one for all blocks, so that torch.compile compiles them once
 
@@ -135,12 +135,12 @@ class KeysFirst(NamedTuple):
 def keys_first_class(kind: type, plain: type, order: Streams, posting: Posting) -> type:
     """The same class of split processors, which lets keys go first; `plain` where there is no such way."""
     if kind.__name__ == PARALLEL:
-        call = _parallel_call(plain.__call__, order, posting)  # type: ignore[attr-defined]
+        call = _parallel_call(plain.__call__, order, posting)
         return type(kind.__name__, (plain,), {"__call__": call, "__module__": kind.__module__})
     if kind.__name__ not in FAMILIES:
         return plain
     family = FAMILIES[kind.__name__]
-    call = _call(plain.__call__, order, posting, family)  # type: ignore[attr-defined]
+    call = _call(plain.__call__, order, posting, family)
     return type(
         kind.__name__,
         (plain,),
@@ -211,7 +211,8 @@ def _heads(attn: Any, x: Tensor) -> Tensor:
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     from diffusers.models.embeddings import apply_rotary_emb
 
-    return x if rotary is None else apply_rotary_emb(x, rotary, sequence_dim=1)
+    rotate: Any = apply_rotary_emb
+    return x if rotary is None else rotate(x, rotary, sequence_dim=1)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
@@ -250,10 +251,11 @@ def _qwen_joint(attn: Any, names: tuple[str, str, str, str], x: Tensor, text: Te
     """Queries or keys, by the names of the image's layer and norm and of the text's."""
     from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 
+    rotate: Any = apply_rotary_emb_qwen
     layer, norm, text_layer, text_norm = (getattr(attn, name) for name in names)
     parts = [_normed(norm, _heads(attn, layer(x))), _normed(text_norm, _heads(attn, text_layer(text)))]
     if rotary is not None:
-        parts = [apply_rotary_emb_qwen(part, freqs, use_real=False) for part, freqs in zip(parts, rotary)]
+        parts = [rotate(part, freqs, use_real=False) for part, freqs in zip(parts, rotary)]
     return torch.cat([parts[1], parts[0]], dim=1)
 
 

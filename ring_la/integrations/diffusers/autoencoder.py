@@ -22,12 +22,17 @@ from ...errors import UnsupportedError
 from .processors import split_class, split_function
 from .streams import Layouts
 
-AUTOENCODERS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderDC")
+AUTOENCODERS = (
+    *("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderDC"),
+    *("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video", "AutoencoderKLCogVideoX"),
+)
 ROW_BY_ROW = (
-    *("SiLU", "ReLU", "ReLU6", "Dropout", "Identity", "Linear", "RMSNorm", "DupUp3D"),
-    *("WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
+    *("SiLU", "ReLU", "ReLU6", "Dropout", "Identity", "Linear", "RMSNorm", "LayerNorm", "PerChannelRMSNorm"),
+    *("DupUp3D", "WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
 )
 """Modules without others inside that see a row at a time, by the names of their classes."""
+BORDERS = ("zeros", "reflect")
+"""What convolutions may read beyond the image's border, by PyTorch's names."""
 
 
 class RowDecoder:
@@ -50,6 +55,8 @@ class RowDecoder:
             raise UnsupportedError("vae", expected, name, "vae=False decodes whole on every rank")
         for label, module in vae.decoder.named_modules():
             kind = type(module).__name__
+            if getattr(module, "per_channel_scale1", None) is not None:
+                raise UnsupportedError("vae", "a decoder that draws no noise", f"decoder.{label}, a {kind}")
             replaced = _forward(module, kind)
             if replaced is not None:
                 own = module.forward
@@ -74,16 +81,18 @@ class RowDecoder:
         vae.decoder.forward = functools.partial(self.decode, own)
         undo.callback(_put_back, vae.decoder, own)
 
-    def decode(self, own: Callable[..., Tensor], z: Tensor, *args, **keywords) -> Tensor:
-        """The decoder of whole latents ``[B, C, ..., rows, columns]``, on every rank; the whole image."""
+    def decode(self, own: Callable[..., Any], z: Tensor, *args, **keywords) -> Any:
+        """The decoder of whole latents ``[B, C, ..., rows, columns]``, on every rank; the whole image. What it
+        keeps for the next frames besides stays each rank's own."""
         if z.shape[-2] < self.cp.size or self.cp.size == 1:
             return own(z, *args, **keywords)
         if wanting(z):
             raise UnsupportedError("vae", "no gradients of what decodes by rows", "latents that want one")
         self.grid = self.layouts.grid((z.shape[-2],))
         try:
-            image = own(self.grid.shard(z, -2), *args, **keywords)
-            return self.rows(image.shape[-2]).gather(image, -2)
+            image, *kept = _several(own(self.grid.shard(z, -2), *args, **keywords))
+            whole = self.rows(image.shape[-2]).gather(image, -2)
+            return (whole, *kept) if kept else whole
         finally:
             self.grid = None
 
@@ -107,26 +116,42 @@ def _forward(module: Any, kind: str) -> Callable[..., Tensor] | None:
     """What stands in place of a module's forward, where it reaches beyond its rows."""
     if isinstance(module, nn.GroupNorm):
         return _group_norm
-    if isinstance(module, nn.Conv2d):
-        return _conv if module.kernel_size[0] > 1 else _as_it_is
-    if kind.endswith("CausalConv3d"):
-        return _causal_conv if module.kernel_size[1] > 1 else _as_it_is
+    if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+        causal = kind.endswith("CausalConv3d")  # which pads by itself
+        return _as_it_is if module.kernel_size[-2] == 1 else _causal_conv if causal else _conv
     return None
+
+
+def _several(out: Any) -> tuple[Any, ...]:
+    return out if isinstance(out, tuple) else (out,)
 
 
 def _as_it_is(rows: RowDecoder, module: nn.Module, own: Callable[..., Tensor], *args) -> Tensor:
     return own(*args)
 
 
-def _conv(rows: RowDecoder, module: nn.Conv2d, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _conv(rows: RowDecoder, module: nn.Conv2d | nn.Conv3d, own: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A convolution of stride 1: its own padding's rows are cut off, which stand behind those of the neighbours."""
-    width: Any = module.padding[0]
+    width: Any = module.padding[-2]
     if rows.grid is None:
         return own(x)
-    if module.stride != (1, 1) or 2 * width != module.dilation[0] * (module.kernel_size[0] - 1):
-        raise UnsupportedError("vae", "convolutions of stride 1 that keep their size", f"stride {module.stride}")
-    before, after = rows.rows(x.shape[-2]).halo(x, -2, width).wait()
-    return own(torch.cat([before, x, after], -2))[..., width:-width, :]
+    keeps = 2 * width == module.dilation[-2] * (module.kernel_size[-2] - 1)
+    if module.stride[-2] != 1 or not keeps or module.padding_mode not in BORDERS:
+        got = f"stride {module.stride}, padding {module.padding} of {module.padding_mode}"
+        raise UnsupportedError("vae", f"convolutions of stride 1 that keep their size by {' or '.join(BORDERS)}", got)
+    grid = rows.rows(x.shape[-2])
+    before, after = grid.halo(x, -2, width).wait()
+    wide = torch.cat([before, x, after], -2)
+    if module.padding_mode == "reflect":
+        wide = _reflected(wide, *grid.beyond(width))
+    return own(wide)[..., width:-width, :]
+
+
+def _reflected(x: Tensor, before: int, after: int) -> Tensor:
+    """Rows whose first and last ones, beyond the image's border, become those behind the border."""
+    rows = x.shape[-2]
+    above, below = x.narrow(-2, before + 1, before).flip(-2), x.narrow(-2, rows - 1 - 2 * after, after).flip(-2)
+    return torch.cat([above, x.narrow(-2, before, rows - before - after), below], -2)
 
 
 def _causal_conv(

@@ -14,7 +14,7 @@ from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, filled, launch
 from ring_la.kernels.spans.table import cdiv
 
-BLOCK, WIDE = 64, 64
+BLOCK, WIDE = 64, 32
 """Tokens of a block, and channels of a program."""
 
 

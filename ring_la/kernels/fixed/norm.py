@@ -1,5 +1,5 @@
-"""RMS norm's gradients, ``o = x / rms(x) ⊙ weight ⊙ act(gate)``: those of x and of the gate, and what each block of
-tokens gives to the weight's, in one order within the block. The forward pass is `fused.rms_norm`, a row by itself."""
+"""RMS norm's gradients, ``o = x / rms(x) ⊙ weight ⊙ act(gate)``: those of x and of the gate, and what runs of
+tokens give to the weight's, in one order within the block. The forward pass is `fused.rms_norm`, a row by itself."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch import Tensor
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.spans.table import power_of_2
 
-ELEMENTS = 4096
+ELEMENTS, PARTS = 4096, 8
+"""Numbers of a tile, and programs a block, each of which adds up its own tokens."""
 
 
 @triton.jit
 def norm_back_kernel(
     x, weight, gate, do, places, dx, dgate, sums, eps, H: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-    BD: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
+    BD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """One block: H rows a token. ROWS: of a full block, so that a shorter one adds in the same order."""
-    begin = tl.load(places + tl.program_id(0) * 2).to(tl.int64) * H
-    rows = tl.load(places + tl.program_id(0) * 2 + 1).to(tl.int64) * H
+    """A part of a block: H rows a token. ROWS: of a full part, so that a shorter one adds in the same order."""
+    block = tl.program_id(0) // PARTS
+    begin = tl.load(places + block * 2).to(tl.int64) * H + tl.program_id(0) % PARTS * ROWS
+    rows = tl.load(places + block * 2 + 1).to(tl.int64) * H
     d = tl.arange(0, BD)
     w = tl.load(weight + d, d < D, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([BD], tl.float32)
@@ -51,7 +53,7 @@ def norm_back_kernel(
 def norm_gradients(
     do: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, places: Tensor, silu: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of ``x [B, T, …, D]`` and of the gate, and each block's part of the weight's, fp32 ``[blocks, D]``.
+    """Gradients of ``x [B, T, …, D]`` and of the gate, and parts of the weight's, fp32 ``[n, D]``.
 
     Args:
         places: int32 ``[blocks, 2]``, the first token of each and the one behind it, in ``[B · T]``.
@@ -60,12 +62,13 @@ def norm_gradients(
     gate = None if gate is None else aligned(gate)
     D, H = x.shape[-1], x.shape[2:-1].numel()
     dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
-    sums = torch.zeros(len(places), D, device=x.device)
+    sums = torch.empty(len(places) * PARTS, D, device=x.device)
     block = power_of_2(D)
     if len(places):
         launch(
-            norm_back_kernel, (len(places),), x, weight, x if gate is None else gate, do, places, dx,
-            dx if dgate is None else dgate, sums, eps, H=H, D=D, BR=max(1, ELEMENTS // block), BD=block, ROWS=64 * H,
-            GATED=gate is not None, SILU=silu, num_warps=4 if block <= 2048 else 8,
+            norm_back_kernel, (len(places) * PARTS,), x, weight, x if gate is None else gate, do, places, dx,
+            dx if dgate is None else dgate, sums, eps, H=H, D=D, BR=max(1, ELEMENTS // block), BD=block,
+            ROWS=64 // PARTS * H, PARTS=PARTS, GATED=gate is not None, SILU=silu,
+            num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
     return dx, sums, dgate

@@ -15,107 +15,115 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.fixed.grid import power_above
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.spans.table import cdiv
 
 BLOCK, GROUP = 64, 64
 """Tokens of a block, and blocks that are added before the sum is read off."""
-TILE = 128
+TILE, WIDE = (64, 128), 128
+"""Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor; columns of a program for norms."""
 START = 1.5 * 2**8
 """C in units of ``above_y · above_x``."""
+FEW = 512
+"""Blocks whose sum has at most 2²⁴ grids, so that fp32 holds it."""
 
 
-@triton.jit(do_not_specialize=("D",))
-def norms_kernel(x, places, out, D, UNIT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+@triton.jit
+def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr):
     """The largest norm of a column of a block, so far: floats ≥ 0 stand in the order of their bits."""
-    D *= UNIT
     start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
-    t, d = start + tl.arange(0, BT), tl.program_id(1) * BD + tl.arange(0, BD)
+    t, d = start + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
     at = t.to(tl.int64)[:, None] * D + d[None, :]
-    y = tl.abs(tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32))
-    top = tl.max(y, 0)
-    q = y / tl.where(top > 0, top, 1.0)[None, :]
-    norm = top * tl.sqrt(tl.sum(q * q, 0)) * 1.01
-    norm = tl.where(tl.sum((y < float("inf")).to(tl.int32), 0) == BT, norm, float("inf"))  # a NaN, too
+    y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
+    norm = tl.sqrt(tl.sum(y * y, 0)) * (1.01 * 2.0**-30)
+    norm = tl.where(norm < float("inf"), norm, float("inf"))  # a NaN, too
     tl.atomic_max(out + d, norm.to(tl.int32, bitcast=True), d < D)
+
+
+@triton.jit(do_not_specialize=("N", "K"))
+def norms_kernel(
+    dy, x, places, norms_y, norms_x, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):
+    """Of both."""
+    N *= UN
+    K *= UK
+    tiles = (N + BD - 1) // BD
+    tile = tl.program_id(1)
+    if tile < tiles:
+        block_norms(dy, places, norms_y, tile, N, BT, BD)
+    else:
+        block_norms(x, places, norms_x, tile - tiles, K, BT, BD)
 
 
 @triton.jit(do_not_specialize=("COUNT", "N", "K"))
 def weight_kernel(
-    dy, x, places, above_y, above_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
+    dy, x, places, norms_y, norms_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, in fp64."""
+    """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, fp32 or fp64."""
     N *= UN
     K *= UK
     across = (K + BK - 1) // BK
     n = tl.program_id(0) // across * BN + tl.arange(0, BN)
     k = tl.program_id(0) % across * BK + tl.arange(0, BK)
     t = tl.arange(0, BT)
-    top_y = tl.load(above_y + n, n < N, other=1.0)
-    top_x = tl.load(above_x + k, k < K, other=1.0)
-    acc = (top_y * START)[:, None] * top_x[None, :]
+    above_y = power_above(tl.load(norms_y + n, n < N, other=1.0)) * START
+    above_x = power_above(tl.load(norms_x + k, k < K, other=1.0))
+    acc = above_y[:, None] * above_x[None, :]
+    of_y, of_x = n[:, None] + t[None, :] * N, t[:, None] * K + k[None, :]  # within a block: small numbers
     for i in range(0, COUNT):
-        start, stop = tl.load(places + i * 2), tl.load(places + i * 2 + 1)
-        rows = start + t
-        left = tl.load(
-            dy + rows.to(tl.int64)[None, :] * N + n[:, None], (rows < stop)[None, :] & (n < N)[:, None], other=0.0
-        )
-        right = tl.load(
-            x + rows.to(tl.int64)[:, None] * K + k[None, :], (rows < stop)[:, None] & (k < K)[None, :], other=0.0
-        )
+        start = tl.load(places + i * 2)
+        rows = tl.load(places + i * 2 + 1) - start
+        left = tl.load(dy + start.to(tl.int64) * N + of_y, (t < rows)[None, :] & (n < N)[:, None], other=0.0)
+        right = tl.load(x + start.to(tl.int64) * K + of_x, (t < rows)[:, None] & (k < K)[None, :], other=0.0)
         part = tl.dot(left, right, input_precision=PREC)
         acc += (part.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
-    total = acc - (top_y * START)[:, None] * top_x[None, :]
+    total = acc - above_y[:, None] * above_x[None, :]
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ADD:
-        tl.store(out + at, tl.load(out + at, inside, other=0.0) + total.to(tl.float64), inside)
+        tl.store(out + at, tl.load(out + at, inside, other=0.0) + total.to(out.dtype.element_ty), inside)
     else:
         tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
-def largest_norms(x: Tensor, places: Tensor) -> Tensor:
-    """Above the norms of all columns of all blocks ``[D]``, fp32, of ``x [rows, D]``; inf where one is not finite."""
-    x, D = aligned(x), x.shape[-1]
-    out = torch.zeros(D, dtype=torch.int32, device=x.device)
+def largest_norms(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
+    """Bounds of the norms of all columns of all blocks of ``dy [rows, N]``, and from the place returned on of
+    ``x [rows, K]``, fp32; inf where one is not finite."""
+    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
+    behind = cdiv(N, 4) * 4  # on a boundary of 16 bytes
+    out = torch.zeros(behind + K, dtype=torch.int32, device=x.device)
+    un, uk = unit_of(N), unit_of(K)
     if len(places):
         launch(
-            norms_kernel,
-            (len(places), cdiv(D, TILE)),
-            x,
-            places,
-            out,
-            D // unit_of(D),
-            UNIT=unit_of(D),
-            BT=BLOCK,
-            BD=TILE,
-            num_warps=4,
-        )
-    return out.view(torch.float32)
+            norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, out[behind:],
+            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=4,
+        )  # fmt: skip
+    return out.view(torch.float32), behind
 
 
-def block_sums(
-    dy: Tensor, x: Tensor, places: Tensor, above_y: Tensor, above_x: Tensor, dtype: torch.dtype | None
-) -> Tensor:
-    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: fp64 multiples of the grid,
-    or rounded once to `dtype`, for whom nothing is to be added to it.
+def block_sums(dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: multiples of the grid in
+    fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded, for whom
+    nothing is to be added to them.
 
     Args:
-        places: int32 ``[blocks, 2]``, where each starts and ends. above_y, above_x: fp32 powers of two above
-            `largest_norms` on all ranks.
+        places: int32 ``[blocks, 2]``, where each starts and ends. norms_y, norms_x: `largest_norms` on all ranks, fp32.
     """
-    dy, x, above_y, above_x = map(aligned, (dy, x, above_y, above_x))
-    N, K = dy.shape[-1], x.shape[-1]
-    once = dtype is not None and 0 < len(places) <= GROUP
-    out = dy.new_empty(N, K, dtype=dtype) if once else torch.zeros(N, K, dtype=torch.float64, device=dy.device)
-    un, uk = unit_of(N), unit_of(K)
+    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
+    if not len(places):
+        return torch.zeros(N, K, dtype=dtype, device=dy.device)
+    wide = dtype in (torch.float32, torch.float64)
+    several = len(places) > GROUP
+    kept = (torch.float32 if len(places) <= FEW else torch.float64) if several and not wide else dtype
+    out, un, uk = dy.new_empty(N, K, dtype=kept), unit_of(N), unit_of(K)
     for i in range(0, len(places), GROUP):
         some = places[i : i + GROUP]
         launch(
-            weight_kernel, (cdiv(N, TILE) * cdiv(K, TILE),), dy, x, some, above_y, above_x, out, len(some),
-            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee",
-            num_warps=8, num_stages=7,  # of which places and what is loaded by them take three
+            weight_kernel, (cdiv(N, TILE[0]) * cdiv(K, TILE[1]),), dy, x, some, norms_y, norms_x, out, len(some),
+            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE[0], BK=TILE[1], START=START, ADD=i > 0, PREC="ieee",
+            num_warps=4, num_stages=7,  # of which places and what is loaded by them take three
         )  # fmt: skip
-    return out if once or dtype is None else out.to(torch.float32).to(dtype)
+    return out if kept == dtype else out.to(torch.float32).to(dtype)

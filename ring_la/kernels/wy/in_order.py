@@ -6,7 +6,7 @@ and a state is the same wherever a document was cut at the border of a chunk.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,18 +36,29 @@ def reason_against(rule: Rule, inputs: Inputs, length: int) -> str:
     return unsupported(rule, inputs) if some else ""
 
 
-def _recurrence(rule: Rule, inputs: Inputs, cu: Tensor, scale: float, use: OutputUse) -> WYRecurrence:
-    plan = SpanPlan.of(rule.plain, inputs, cu, scale)
+class Pieces(NamedTuple):
+    """Pieces at `cu` (int32 ``[N+1]``, none empty), a span each, and their chunks."""
+
+    cu: Tensor
+    spans: Runs
+    chunks: Runs
+
+    @classmethod
+    def of(cls, T: int, cu: Tensor) -> Pieces:
+        """Those of T tokens."""
+        return cls(cu, Runs.of(T, (T // CHUNK + 1) * CHUNK, CHUNK, cu), Runs.of(T, CHUNK, CHUNK, cu))
+
+
+def _recurrence(rule: Rule, inputs: Inputs, pieces: Pieces, scale: float, use: OutputUse) -> WYRecurrence:
+    plan = SpanPlan.of(rule.plain, inputs, pieces.cu, scale, (pieces.spans, pieces.chunks))
     assert plan.chunk == CHUNK
-    spans = Runs.of(plan.sizes.T, (plan.sizes.T // CHUNK + 1) * CHUNK, CHUNK, cu.to(inputs.v.device, cu.dtype))
-    plan = replace(plan, spans=spans)
     return WYRecurrence(plan, plan.ready(inputs), inputs, use)
 
 
-def forward(rule: Rule, inputs: Inputs, cu: Tensor, scale: float, S0: Tensor, saved: bool) -> Output:
-    """o, and the states that leave the pieces at `cu` (int32 ``[N+1]``, none empty), entered by ``S0 [B, N, H, K, V]``;
+def forward(rule: Rule, inputs: Inputs, pieces: Pieces, scale: float, S0: Tensor, saved: bool) -> Output:
+    """o, and the states that leave the pieces, entered by ``S0 [B, N, H, K, V]``;
     `saved`: with what `gradients` takes."""
-    local = _recurrence(rule, inputs, cu, scale, OutputUse(saved=saved))
+    local = _recurrence(rule, inputs, pieces, scale, OutputUse(saved=saved))
     plan, v, S0 = local.plan, local.inputs.v, local.plan.state(S0)
     products, leaving = local._products(SavedProducts(), False), local.plan.states_of_pieces()
     states = room_for_states(plan, v) if saved else None
@@ -59,12 +70,12 @@ def forward(rule: Rule, inputs: Inputs, cu: Tensor, scale: float, S0: Tensor, sa
 
 
 def gradients(
-    rule: Rule, inputs: Inputs, cu: Tensor, scale: float, backward: Backward, dS_end: Tensor
+    rule: Rule, inputs: Inputs, pieces: Pieces, scale: float, backward: Backward, dS_end: Tensor
 ) -> InputGradients:
     """The gradients, given those of o and of the states that leave."""
     from ring_la.kernels.spans.crossing import Entered
 
-    local = _recurrence(rule, inputs, cu, scale, OutputUse(saved=True))
+    local = _recurrence(rule, inputs, pieces, scale, OutputUse(saved=True))
     plan, saved = local.plan, WYSaved.of(backward.saved)
     products = local._products(saved.products, False)
     assert saved.states is not None

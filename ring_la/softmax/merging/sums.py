@@ -53,6 +53,9 @@ class Sum:
         whole = len(self._parts) == 1 and self._parts[0].stop - self._parts[0].start == self.shape[1]
         if whole and self._parts[0].x.dtype == dtype:
             return self._parts[0].x.contiguous()
+        if one_pass.holds(self._parts, self.shape[1], dtype):
+            self._parts = [one_pass.into_first(self._parts)]
+            return self._parts[0].x
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         self.write(out)
         return out
@@ -66,8 +69,12 @@ class Sum:
 
     def settled(self, dtype: torch.dtype) -> Sum:
         """The same with its parts read now, into memory of its own."""
-        out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        self.write(out)
+        if one_pass.holds(self._parts, self.shape[1], dtype):
+            self._parts = [one_pass.into_first(self._parts)]
+            out = self._parts[0].x
+        else:
+            out = torch.empty(self.shape, dtype=dtype, device=self.device)
+            self.write(out)
         total = Sum(self.shape, self.dtype, self.device)
         total.add(out)
         return total

@@ -12,7 +12,7 @@ from ...scores import Scores
 from ...sums import put
 from ..backend import Ask, AttentionBackend, QueryRows
 from . import launch, plan
-from .launch import Block, General, OfSums, apart
+from .launch import BlockCall, General, OfSums, apart
 from .span_launch import OfSpans, takes
 
 WIDEST = 256
@@ -58,12 +58,12 @@ class TritonBackend(AttentionBackend):
         sums = None if of_sums is None else (torch.empty_like(of_sums[0]), torch.empty_like(of_sums[1]))
         _kernels(scores, met.pair, q, k, v, do, of_sums).backward(lse, delta, (dq, dk, dv), sums)
         if sums is not None:
-            put((dq, dk), (sums[0].transpose(1, 2), sums[1].transpose(1, 2)), scores)
+            put((dq, dk), (sums[0].transpose(1, 2) * scores.scale, sums[1].transpose(1, 2)), scores.sums)
         out.add(dq, dk, dv, met.rows, met.keys)
 
 
 def _kernels(
     scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor, of_sums: OfSums
 ) -> General | OfSpans:
-    block = Block(scores, pair, q, k, v, o, of_sums)
+    block = BlockCall(scores, pair, q, k, v, o, of_sums)
     return (OfSpans if takes(block) else General)(scores, pair, q, k, v, o, of_sums)

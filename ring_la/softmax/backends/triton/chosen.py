@@ -40,9 +40,10 @@ class TritonChosen(ChosenBackend):
         return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
-        """Where it was measured to be the fastest."""
+        """Where it was measured to be the fastest, and sums may be formed in any order."""
         latents = ask.groups == 1 and ask.width > ask.value_width
-        return ask.device.type == "cuda" and TAKEN[latents] == self.name
+        repeatable = ask.repeatable or torch.are_deterministic_algorithms_enabled()
+        return ask.device.type == "cuda" and not repeatable and TAKEN[latents] == self.name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import chosen_kernels

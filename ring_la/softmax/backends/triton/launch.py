@@ -25,7 +25,7 @@ def apart(q: Tensor, k: Tensor, scores: Scores) -> tuple[OfSums, Tensor, Tensor]
     return added(q, k, scores), q[..., : scores.sums], k[..., : scores.sums]
 
 
-class Block:
+class BlockCall:
     """One block's tensors, and what every launch needs of them.
 
     Args:
@@ -58,7 +58,7 @@ class Block:
         return [*out, K, self.v.shape[3], width_with_sums(sums, self.q.dtype) if sums else K]
 
 
-class General(Block):
+class General(BlockCall):
     """The kernels of every score (`kernels`)."""
 
     def forward(self, o: Tensor, lse: Tensor) -> None:

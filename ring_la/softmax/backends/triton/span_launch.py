@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import spans, table
-from .launch import Block, OfSums, padded
+from .launch import BlockCall, OfSums, padded
 from .table import TileSettings
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
 
-def takes(block: Block) -> bool:
+def takes(block: BlockCall) -> bool:
     """Whether these kernels do a block: spans are all there is to its scores, and its tiles can be described."""
     tensors = block.q, block.k, block.v, block.o
     return (
@@ -40,7 +40,7 @@ def _aligned(x: Tensor) -> bool:
     return x.numel() > 0 and x.data_ptr() % BOUNDARY == 0 and all(step % BOUNDARY == 0 for step in steps)
 
 
-class OfSpans(Block):
+class OfSpans(BlockCall):
     """The kernels of spans (`span_kernels`)."""
 
     def forward(self, o: Tensor, lse: Tensor) -> None:
@@ -76,7 +76,7 @@ class OfSpans(Block):
         self._launch(kernel, how, work, k.shape[0] * k.shape[2], tensors, of_sums)
 
     def _launch(
-        self, kernel: Any, how: TileSettings, work: spans.Work, heads: int, tensors: list, of_sums: tuple | None
+        self, kernel: Any, how: TileSettings, work: spans.SpanWork, heads: int, tensors: list, of_sums: tuple | None
     ) -> None:
         from ....kernels.runtime.launch import filled, launch
 

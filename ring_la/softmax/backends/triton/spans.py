@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...geometry import ANY_DOCUMENT, Pair, Tokens, once
+from ...geometry import Pair, Tokens, once
 from ...scores import Scores
 
 ALONE = 512
@@ -24,7 +24,7 @@ BOUNDARY = 4
 """Rows that begin on 16 bytes of fp32: where walks over numbers of queries begin."""
 
 
-class Work(NamedTuple):
+class SpanWork(NamedTuple):
     """What programs do, the dearest first.
 
     Attributes:
@@ -41,43 +41,34 @@ class Work(NamedTuple):
 
 def simple(pair: Pair, scores: Scores) -> bool:
     """Whether spans are all there is to these scores."""
-    return scores.beyond <= {"sums"} and scores.scale > 0 and _in_order(pair.rows) and _in_order(pair.keys)
+    return scores.beyond <= {"sums"} and scores.scale > 0 and pair.rows.rising and pair.keys.rising
 
 
 @once
-def of_queries(pair: Pair, rows: int, keys: int) -> Work:
+def of_queries(pair: Pair, rows: int, keys: int) -> SpanWork:
     """Items of at most `rows` queries, which walk tiles of `keys` keys."""
     return _work(pair.rows, _spans(pair.rows, pair.keys, *pair.reach), rows, keys, 1)
 
 
 @once
-def of_keys(pair: Pair, rows: int, keys: int) -> Work:
+def of_keys(pair: Pair, rows: int, keys: int) -> SpanWork:
     """Items of at most `keys` keys, which walk tiles of `rows` queries."""
     left, right = pair.reach
     return _work(pair.keys, _spans(pair.keys, pair.rows, right, left), keys, rows, BOUNDARY)
 
 
-def _in_order(tokens: Tokens) -> bool:
-    """Whether rows stand by document, then by position, as far as the host knows."""
-    runs = tokens.runs
-    if not runs or any(r.document == ANY_DOCUMENT for r in runs):
-        return False
-    return all((a.document, a.last) < (b.document, b.position) for a, b in zip(runs, runs[1:]))
-
-
 def _spans(rows: Tokens, others: Tokens, back: int | None, ahead: int | None) -> tuple[Tensor, Tensor]:
     """Of each row the first of the others it sees, and the one behind the last."""
-    places = (others.documents * (2 * FAR) + others.positions).contiguous()
-    first, last = (-FAR + 1 if back is None else rows.positions - back), FAR - 1
-    if ahead is not None:
-        last = rows.positions + ahead
+    places = (others.documents * (2 * FAR) + others.positions).contiguous()  # rises, as the rows do
+    first = -FAR + 1 if back is None else rows.positions - back
+    last = FAR - 1 if ahead is None else rows.positions + ahead
     document = rows.documents * (2 * FAR)
     low = torch.searchsorted(places, (document + first).contiguous())
     high = torch.searchsorted(places, (document + last).contiguous(), right=True)
     return low.to(torch.int32), high.to(torch.int32)
 
 
-def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boundary: int) -> Work:
+def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boundary: int) -> SpanWork:
     low, high = spans
     cuts = torch.tensor(_cuts(rows, size), dtype=torch.int32).to(low.device)
     inside = cuts[:, :1] + torch.arange(size, device=low.device, dtype=torch.int32)
@@ -97,13 +88,15 @@ def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boun
     whole, until = (torch.where(none, count, x) for x in (whole, until))
     items = torch.stack([cuts[:, 0], cuts[:, 1], start, whole, until, count], 1)
     order = torch.argsort(count, descending=True, stable=True)
-    return Work(items[order].to(torch.int32).contiguous(), low, high)
+    return SpanWork(items[order].to(torch.int32).contiguous(), low, high)
 
 
 def _cuts(tokens: Tokens, size: int) -> list[tuple[int, int]]:
-    """Rows of each item: of one long document, or of short ones one after the other."""
+    """Rows of each item: of one long document, or of short ones in turn; any, where only the device knows these."""
+    if tokens.runs is None:
+        return [(at, min(at + size, len(tokens))) for at in range(0, len(tokens), size)]
     stretches: list[list] = []
-    for r in tokens.runs or ():
+    for r in tokens.runs:
         if stretches and stretches[-1][2] == r.document:
             stretches[-1][1] += r.length
         else:
