@@ -132,8 +132,8 @@ class Case:
 
 NAMES = {"lightning_attention": "lightning", "dplr_delta_rule": "dplr"}
 """Recurrences that tables call by another name."""
-KEYWORDS = {"rwkv7": (("scale", 1.0),), "ttt_linear": (("mini_batch", 16),)}
-"""Arguments that a peer has no choice of."""
+KEYWORDS = {"rwkv7": (("scale", 1.0), ("lower_bound", -0.61)), "ttt_linear": (("mini_batch", 16),)}
+"""Arguments that a peer has no choice of, and what is known of a gate."""
 NAMED = ("lightnet", "abc_attention", "mesa_net")
 """What goes by kernels only where a caller names them."""
 BOUNDED = ("rwkv7", "dplr_delta_rule")
