@@ -22,8 +22,13 @@ PRODUCTS = [
     dict(BN=128, num_stages=4),
     dict(BN=128, num_warps=4, num_stages=4),
     dict(BN=128, BK=128, num_stages=3),
-    dict(GROUP=4),
-    dict(GROUP=16),
+    dict(BN=256, BK=64, num_stages=4, GROUP=16),
+    dict(BN=256, BK=128, num_stages=2),
+    dict(BN=256, BK=128, num_stages=2, GROUP=4),
+    dict(BN=128, BK=128, num_stages=3, GROUP=16),
+    dict(BN=128, BK=128, num_warps=4, num_stages=3),
+    dict(BM=64, BN=256, BK=128, num_warps=4, num_stages=2),
+    dict(BM=64, BN=256, BK=64, num_warps=4, num_stages=4),
 ]
 WEIGHTS = [
     dict(),
@@ -31,9 +36,11 @@ WEIGHTS = [
     dict(BN=128, BK=64, num_warps=4, num_stages=7),
     dict(BN=64, BK=128, num_warps=4, num_stages=7),
     dict(BN=64, BK=128, num_warps=4, num_stages=5),
-    dict(BN=64, BK=64, num_warps=4, num_stages=7),
-    dict(BN=64, BK=64, num_warps=4, num_stages=5),
-    dict(BN=128, BK=256, num_warps=8, num_stages=5),
+    dict(BN=64, BK=128, num_warps=4, num_stages=9),
+    dict(BN=64, BK=128, num_warps=4, num_stages=7, maxnreg=224),
+    dict(BN=64, BK=256, num_warps=8, num_stages=5),
+    dict(BN=64, BK=256, num_warps=8, num_stages=7),
+    dict(BN=128, BK=128, num_warps=8, num_stages=9),
 ]
 
 

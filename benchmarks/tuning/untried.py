@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -98,8 +98,18 @@ def uneven() -> Question:
     return Question(partial(inputs, case), case.truth, arms, shapes, tokens=2048)
 
 
+def rwkv7() -> Question:
+    """RWKV-7 in chunks, which is today's, and in one launch each way, which a bound of its gate allows."""
+    case = CASES["rwkv7"]
+    bounded = replace(case, keywords=(*case.keywords, ("lower_bound", -0.61)))
+    arms = Arm("today", case.ours), Arm("one launch", bounded.ours, ((one_launch, "DPLR_BY_LAUNCH", True),))
+    shapes = "1x32768x32x128", "1x8192x32x128", "1x32768x8x128", "8x4096x16x128"
+    return Question(partial(inputs, case), case.truth, arms, shapes)
+
+
 QUESTIONS = {
     "gla": launched(forgets=True),
+    "rwkv7": rwkv7(),
     "gla_slow": launched(forgets=False),
     "gdn_kept": kept(),
     "gdn_uneven": uneven(),

@@ -21,7 +21,7 @@ interpreted()
 from ring_la import reference  # noqa: E402
 from ring_la.kernels.protocol import Inputs  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
-from ring_la.kernels.wy import gdn_launches, gla_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
@@ -33,7 +33,11 @@ LIMIT = 6e-3
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """The kernels run here, their threads in an order that is drawn; spans are short, and combine in long rows."""
-    both = ((module, name) for module in (gdn_launches, gla_launches) for name in ("forward_kernel", "backward_kernel"))
+    both = (
+        (module, name)
+        for module in (gdn_launches, gla_launches, dplr_launches)
+        for name in ("forward_kernel", "backward_kernel")
+    )
     for module, name in (*both, (kda_launches, "kernel")):
         made = getattr(module, name)
         made = functools.cache(lambda *how, made=made: Emulated(made(*how), seed=1))
@@ -126,6 +130,31 @@ def test_gla(monkeypatch, T, H, cu, fall, dtype):
         monkeypatch.setattr(gla_launches, "group", lambda chunks, heads: 1)
         again, _ = gla_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], None)
         assert all(torch.equal(a, b) for a, b in zip(grads[:4], again[:4], strict=True))
+
+
+@pytest.mark.parametrize(("T", "cu"), [(150, (0, 0, 30, 131, 150)), (200, None)], ids=["packed", "waiting"])
+def test_dplr(monkeypatch, T, cu):
+    H = 2 if cu else 1
+    q, k, v, _ = draw(T, H, 1)
+    a = -F.normalize(torch.randn(1, T, H, 128), dim=-1)
+    b, g = (
+        (-a * torch.randn(1, T, H, 128).sigmoid()).bfloat16(),
+        (-0.6 * torch.randn(1, T, H, 128).sigmoid()).bfloat16(),
+    )
+    a, offsets = a.bfloat16(), None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    N = 1 if cu is None else len(cu) - 1
+    S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
+    inputs, scale = Inputs(q, k, v, g, None, a, b), 128**-0.5
+    if cu is not None:
+        monkeypatch.setattr(dplr_launches, "GDNCall", FarCall)
+    o, S, kept = dplr_launches.forward(inputs, offsets, scale, S0[None], True, keep=True)
+    grads, dS0 = dplr_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], kept)
+    named = {n: getattr(grads, n) for n in ("q", "k", "v", "a", "b", "g")}
+    check(reference.dplr_delta_rule, [q, k, v, a, b, g], offsets, {"o": o, "S": S, **named, "S0": dS0}, S0, do, dS)
+    if H > 1:  # made again, a head at a time
+        monkeypatch.setattr(dplr_launches, "group", lambda chunks, heads: 1)
+        again, _ = dplr_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], None)
+        assert all(x is y or torch.equal(x, y) for x, y in zip(grads, again, strict=True))
 
 
 @pytest.mark.parametrize("waits", [False, True])

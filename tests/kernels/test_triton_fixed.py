@@ -12,6 +12,7 @@ interpreted()
 compute_bf16()
 
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels.fixed import weight  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
 from ring_la.kernels.fixed.weight import block_sums, largest_norms  # noqa: E402
@@ -35,7 +36,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(transposed):
     assert (whole.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-def test_blocks_products_add_in_any_order():
+def test_blocks_products_add_in_any_order(monkeypatch):
     """dW of ragged blocks, some of tiny numbers; its error is below what rounding it to bf16 makes of it."""
     dy, x = bf16(230, 40), bf16(230, 48, seed=1)
     dy[64:70] *= 1e-3
@@ -46,8 +47,12 @@ def test_blocks_products_add_in_any_order():
     whole = block_sums(dy, x, places, *norms, torch.float32)
     order = torch.tensor([3, 0, 4, 2, 1], device=HERE)
     assert torch.equal(block_sums(dy, x, places[order], *norms, torch.float32), whole)
-    parts = [block_sums(dy, x, places[i], *norms, None) for i in (order[:2], order[2:])]
-    assert torch.equal((parts[0] + parts[1]).float(), whole)
+    for dtype in (torch.float32, torch.float64):
+        parts = [block_sums(dy, x, places[i], *norms, dtype) for i in (order[:2], order[2:])]
+        assert torch.equal((parts[0] + parts[1]).float(), whole)
+    monkeypatch.setattr(weight, "GROUP", 2)
+    assert torch.equal(block_sums(dy, x, places, *norms, torch.float64).float(), whole)
+    assert torch.equal(block_sums(dy, x, places, *norms, torch.bfloat16), whole.bfloat16())
     exact = dy.double().T @ x.double()
     scale = torch.linalg.vector_norm(exact) / exact.numel() ** 0.5
     rounding = torch.linalg.vector_norm(exact.bfloat16().double() - exact) / exact.numel() ** 0.5

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
 
-ROWS, DEEP, TALL = 128, 64, 8
-"""Rows of a tile, terms of the sum at a time, and tiles one below the other that are computed together."""
+ROWS, TALL = 128, 8
+"""Rows of a tile, and tiles one below the other that are computed together."""
+COLUMNS = {True: (128, 128, 3), False: (256, 64, 4)}
+"""Columns of a tile, terms of the sum at a time and pipeline stages for a transposed weight and another, from
+benchmarks.tuning.fixed on an H200. Numbers of rows do not choose: terms at a time are part of the sum's order."""
 
 
 @triton.jit(do_not_specialize=("M", "N", "K"))
@@ -57,12 +60,13 @@ def row_product(x: Tensor, w: Tensor, bias: Tensor | None = None, *, transposed:
     rows = x.numel() // K if K else 0
     if not rows:
         return y
-    wide = 256 if N > 128 and x.dtype.itemsize == 2 else 128 if N > 64 else 64
+    wide, deep, stages = COLUMNS[transposed]
+    wide = wide if N > 64 else 64
     un, uk = unit_of(N), unit_of(K)
     launch(
         product_kernel, (-(-rows // ROWS) * -(-N // wide),), x, w, x if bias is None else aligned(bias), y,
-        rows, N // un, K // uk, UN=un, UK=uk, BM=ROWS, BN=wide, BK=DEEP if x.dtype.itemsize == 2 else 32, GROUP=TALL,
-        TRANSPOSED=transposed, BIAS=bias is not None, PREC="ieee", num_warps=8, num_stages=3,
+        rows, N // un, K // uk, UN=un, UK=uk, BM=ROWS, BN=wide, BK=deep, GROUP=TALL,
+        TRANSPOSED=transposed, BIAS=bias is not None, PREC="ieee", num_warps=8, num_stages=stages,
     )  # fmt: skip
     return y
 

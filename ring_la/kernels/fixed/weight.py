@@ -22,9 +22,12 @@ from ring_la.kernels.spans.table import cdiv
 
 BLOCK, GROUP = 64, 64
 """Tokens of a block, and blocks that are added before the sum is read off."""
-TILE, WIDE = 128, 128
+TILE, WIDE = (64, 128), 128
+"""Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor; columns of a program for norms."""
 START = 1.5 * 2**8
 """C in units of ``above_y · above_x``."""
+FEW = 512
+"""Blocks whose sum has at most 2²⁴ grids, so that fp32 holds it."""
 
 
 @triton.jit
@@ -59,7 +62,7 @@ def weight_kernel(
     dy, x, places, norms_y, norms_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, in fp64."""
+    """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, fp32 or fp64."""
     N *= UN
     K *= UK
     across = (K + BK - 1) // BK
@@ -81,7 +84,7 @@ def weight_kernel(
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ADD:
-        tl.store(out + at, tl.load(out + at, inside, other=0.0) + total.to(tl.float64), inside)
+        tl.store(out + at, tl.load(out + at, inside, other=0.0) + total.to(out.dtype.element_ty), inside)
     else:
         tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
@@ -101,24 +104,26 @@ def largest_norms(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
     return out.view(torch.float32), behind
 
 
-def block_sums(
-    dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype | None
-) -> Tensor:
-    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: fp64 multiples of the grid,
-    or rounded once to `dtype`, for whom nothing is to be added to it.
+def block_sums(dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: multiples of the grid in
+    fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded, for whom
+    nothing is to be added to them.
 
     Args:
         places: int32 ``[blocks, 2]``, where each starts and ends. norms_y, norms_x: `largest_norms` on all ranks, fp32.
     """
     dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
-    once = dtype is not None and 0 < len(places) <= GROUP
-    out = dy.new_empty(N, K, dtype=dtype) if once else torch.zeros(N, K, dtype=torch.float64, device=dy.device)
-    un, uk = unit_of(N), unit_of(K)
+    if not len(places):
+        return torch.zeros(N, K, dtype=dtype, device=dy.device)
+    wide = dtype in (torch.float32, torch.float64)
+    several = len(places) > GROUP
+    kept = (torch.float32 if len(places) <= FEW else torch.float64) if several and not wide else dtype
+    out, un, uk = dy.new_empty(N, K, dtype=kept), unit_of(N), unit_of(K)
     for i in range(0, len(places), GROUP):
         some = places[i : i + GROUP]
         launch(
-            weight_kernel, (cdiv(N, TILE) * cdiv(K, TILE),), dy, x, some, norms_y, norms_x, out, len(some),
-            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee",
-            num_warps=8, num_stages=7,  # of which places and what is loaded by them take three
+            weight_kernel, (cdiv(N, TILE[0]) * cdiv(K, TILE[1]),), dy, x, some, norms_y, norms_x, out, len(some),
+            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE[0], BK=TILE[1], START=START, ADD=i > 0, PREC="ieee",
+            num_warps=4, num_stages=7,  # of which places and what is loaded by them take three
         )  # fmt: skip
-    return out if once or dtype is None else out.to(torch.float32).to(dtype)
+    return out if kept == dtype else out.to(torch.float32).to(dtype)

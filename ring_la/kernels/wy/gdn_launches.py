@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
 
 
-class Kept(NamedTuple):
+class KeptChunks(NamedTuple):
     """What a backward wants of chunks: the states before them, W (U by beta) and their pairs."""
 
     states: Tensor
@@ -53,7 +54,7 @@ class Kept(NamedTuple):
     pairs: Tensor
 
     @classmethod
-    def of(cls, saved: tuple[Tensor | None, ...]) -> Kept | None:
+    def of(cls, saved: tuple[Tensor | None, ...]) -> KeptChunks | None:
         """What a forward in one launch left, if it did; one in chunks leaves more, and others."""
         states, writes, pairs = saved if len(saved) == 3 else (None, None, None)
         return None if states is None or writes is None or pairs is None else cls(states, writes, pairs)
@@ -107,6 +108,12 @@ def unequal(tokens: int, length: int, rows: int, programs: int) -> tuple[int, in
     return each, 2 * each
 
 
+def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """Tokens a span and of a row's outer one (see `GDNCall`)."""
+    length = span(tokens, heads, pieces, programs, equal)
+    return unequal(tokens // pieces, length, pieces * heads, programs) if equal else (length, length)
+
+
 def picks(programs: int, device: torch.device) -> bool:
     """Whether programs take spans that wait first: where all run at once that is the same."""
     return programs > multiprocessors(device)
@@ -116,6 +123,9 @@ def combined(length: int, tokens: int, states: int) -> int:
     """How many spans combine, where a row of `tokens` has enough of them and all `states` have room."""
     fits = states * 2 * HEAD * HEAD * 4 <= PARTS
     return TOGETHER if fits and tokens >= GROUPED * length else 1
+
+
+Cut = Callable[[int, int, int, int, bool], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -140,15 +150,13 @@ class GDNCall:
     runs: Runs | None
 
     @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, even: bool = False) -> GDNCall:
-        """`even`: no span goes over its tokens more often than others."""
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, cut: Cut = cut) -> GDNCall:
         inputs = as_read(inputs)
         v = inputs.v
         B, T, H = v.shape[:3]
         pieces = B if cu is None else cu.numel() - 1
-        length = span(B * T, H, pieces, multiprocessors(v.device), cu is None)
+        length, outer = cut(B * T, H, pieces, multiprocessors(v.device), cu is None)
         if cu is None:
-            length, outer = (length, length) if even else unequal(T, length, B * H, multiprocessors(v.device))
             count = B * (1 + cdiv(max(T - outer, 0), length))
             return cls(inputs, None, scale, pieces, length, outer, count, B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
@@ -172,10 +180,10 @@ class GDNCall:
         """Room for the state of every piece."""
         return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
 
-    def kept(self, heads: int) -> Kept:
+    def kept(self, heads: int) -> KeptChunks:
         """Room for what a backward wants of chunks."""
         shape, bf16 = (self.chunks, heads), torch.bfloat16
-        return Kept(
+        return KeptChunks(
             self.new(*shape, HEAD, HEAD, dtype=bf16),
             self.new(*shape, CHUNK, HEAD, dtype=bf16),
             self.new(*shape, 2, CHUNK, CHUNK, dtype=bf16),
@@ -183,7 +191,7 @@ class GDNCall:
 
     def launch(
         self, kernel: CudaKernel, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
-        kept: Kept | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
+        kept: KeptChunks | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
     ) -> None:  # fmt: skip
         """`states`: those it begins with and those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
@@ -213,7 +221,7 @@ def group(chunks: int, heads: int) -> int:
 
 def forward(
     inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, Kept | None]:
+) -> tuple[Tensor, Tensor | None, KeptChunks | None]:
     """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
     what `gradients` take."""
     H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale)
@@ -231,7 +239,7 @@ def gradients(
     S0: Tensor | None,
     do: Tensor,
     dS_end: Tensor | None,
-    kept: Kept | None,
+    kept: KeptChunks | None,
 ) -> tuple[Inputs, Tensor]:
     """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
     made again, as many heads at a time as `KEPT` bytes hold."""

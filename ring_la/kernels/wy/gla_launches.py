@@ -30,17 +30,22 @@ SLOTS = {True: (6, 35840), False: (5, 44032)}
 BACKWARD_SHARED = 3 * 54272 + 2 * 32768 + 3 * 512 + 3 * 16 + 16 + 16 + 32 + 1024
 
 
-class Kept(NamedTuple):
+class KeptPairs(NamedTuple):
     """What a backward wants of chunks: the states before them and their pairs."""
 
     states: Tensor
     pairs: Tensor
 
     @classmethod
-    def of(cls, saved: tuple[Tensor | None, ...]) -> Kept | None:
+    def of(cls, saved: tuple[Tensor | None, ...]) -> KeptPairs | None:
         """What a forward in one launch left, if it did; one in chunks leaves more."""
         states, pairs = saved if len(saved) == 2 else (None, None)
         return None if states is None or pairs is None else cls(states, pairs)
+
+
+def evenly(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """As `gdn_launches.cut`: spans that wait go over their tokens once before they hand a state on, too."""
+    return (gdn_launches.span(tokens, heads, pieces, programs, equal),) * 2
 
 
 def _define(call: GDNCall) -> str:
@@ -74,22 +79,23 @@ def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
     return group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
 
 
-def _kept(call: GDNCall, heads: int) -> Kept:
+def _kept(call: GDNCall, heads: int) -> KeptPairs:
     """Room for what a backward wants of chunks."""
     shape, bf16 = (call.chunks, heads), torch.bfloat16
-    return Kept(call.new(*shape, HEAD, HEAD, dtype=bf16), call.new(*shape, CHUNK, CHUNK, dtype=bf16))
+    return KeptPairs(call.new(*shape, HEAD, HEAD, dtype=bf16), call.new(*shape, CHUNK, CHUNK, dtype=bf16))
 
 
 def _launch(
     call: GDNCall, kernel: CudaKernel, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
-    kept: Kept | tuple[None, None], further: tuple[Tensor | None, ...] = (),
+    kept: KeptPairs | tuple[None, None], further: tuple[Tensor | None, ...] = (),
 ) -> None:  # fmt: skip
     """`states`: those it begins with and those it ends with (gradients, backward)."""
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
+    table = None if call.runs is None else call.runs.table
     flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
     kernel(
-        programs, *x.qkv, x.g, o, *states, call.runs and call.runs.table, call.cu, flags,
+        programs, *x.qkv, x.g, o, *states, table, call.cu, flags,
         call.new(call.count, H, HEAD, HEAD), *kept, T, H, x.q.shape[2], call.count, call.length, call.pieces,
         heads.start, len(heads), gdn_launches.picks(programs, device), call.scale, *further,
     )  # fmt: skip
@@ -97,10 +103,10 @@ def _launch(
 
 def forward(
     inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, Kept | None]:
+) -> tuple[Tensor, Tensor | None, KeptPairs | None]:
     """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
     what `gradients` take."""
-    H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale, even=True)
+    H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale, evenly)
     o, leaving = torch.empty_like(call.inputs.v), call.states() if final else None
     kept = _kept(call, H) if keep else None
     entering = None if S0 is None else aligned(S0)
@@ -115,12 +121,12 @@ def gradients(
     S0: Tensor | None,
     do: Tensor,
     dS_end: Tensor | None,
-    kept: Kept | None,
+    kept: KeptPairs | None,
 ) -> tuple[Inputs, Tensor]:
     """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
     made again, as many heads at a time as `gdn_launches.KEPT` bytes hold."""
     (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
-    call = GDNCall.of(inputs, cu, scale, even=True)
+    call = GDNCall.of(inputs, cu, scale, evenly)
     do = aligned(do.to(torch.bfloat16))
     S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
     dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
