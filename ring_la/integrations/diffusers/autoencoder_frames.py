@@ -62,8 +62,8 @@ def frames_attention(rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float |
     k, v = (layout.gather(x, 2) for x in (k, v))
     out = []
     for n in range(rows.frames):
-        seen = (x[:, : n + 1].flatten(1, 2).transpose(1, 2) for x in (k, v))
-        out.append(F.scaled_dot_product_attention(q[:, n].transpose(1, 2), *seen, scale=scale).transpose(1, 2))
+        mine, keys, values = (x.transpose(1, 2) for x in (q[:, n], *(y[:, : n + 1].flatten(1, 2) for y in (k, v))))
+        out.append(F.scaled_dot_product_attention(mine, keys, values, scale=scale).transpose(1, 2))
     return torch.cat(out, 1)
 
 
