@@ -82,8 +82,10 @@ def ways(cp: ring_la.ContextParallel, args: argparse.Namespace, left: Left) -> I
     n, forms, layout = args.tokens, args.forms, cp.layout(args.tokens * cp.size, "zigzag")
     chosen = choose(layout.tokens().cuda(), args.chosen)
     for form in forms:
-        yield row(f"ring, {form}", attending(cp, layout, args, chosen=chosen, backend=form, strategy="ring"), left)
-        yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left)
+        step = attending(cp, layout, args, chosen=chosen, backend=form, strategy="ring")
+        yield row(f"ring, {form}", step, left, args.warm)
+        if cp.size > 1:
+            yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left, args.warm)
     few = cp.layout(CHECKED, "zigzag")  # compiles
     for step in (indexing(few), learning(few, args.heads, choose(few.tokens().cuda(), args.chosen))):
         step()
@@ -199,6 +201,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--parts", nargs="+", default=["check", "ways", "loads"])
     parser.add_argument("--forms", nargs="+", default=["triton_sorted"], help="of the kernels for chosen keys")
+    parser.add_argument("--warm", type=int, default=1, help="calls before the one that counts, of chosen keys")
     parser.add_argument("--all-gather", action="store_true", help="also with all latents gathered")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)

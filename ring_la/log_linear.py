@@ -101,18 +101,17 @@ def _run(
     backend: str | None,
 ) -> Tensor:  # fmt: skip
     """A checked call, in fp32 or wider."""
-    H, K = x.v.shape[2], x.q.shape[3]
-    scale = K**-0.5 if scale is None else float(scale)
+    H, factor = x.v.shape[2], float(x.q.shape[3] ** -0.5 if scale is None else scale)
     runs = _runs(layout, [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist())
     dtype = torch.promote_types(x.v.dtype, torch.float32)
     kernels = _by_kernels(x, backend)
     wide = x
     if layout is not None or not kernels:
         q, k = (t.to(dtype).repeat_interleave(H // t.shape[2], 2) for t in x[:2])
-        wide = LogLinearInputs(q * scale, k, *(t.to(dtype) for t in x[2:]))
+        wide = LogLinearInputs(q * factor, k, *(t.to(dtype) for t in x[2:]))
     every = [run for segment in runs for run in segment]
     if kernels:
-        o = log_linear(*x, [n for run in every for n in run], scale)
+        o = log_linear(*x, [n for run in every for n in run], factor)
     else:
         o = torch.cat([wide.v[:, :0], *(within(_cut(wide, run), run.position) for run in every)], 1)
     if layout is not None:

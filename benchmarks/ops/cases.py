@@ -106,8 +106,6 @@ class Case:
         x, more = dict(x), self.flags | dict(self.keywords)
         if self.gates:
             return self._packed(x, more)
-        if self.name in NAMED and x["q"].is_cuda:
-            more["backend"] = "triton"
         if self.step:
             more |= {"initial_state": x.pop("state"), "mode": "recurrent", "in_place": True}
         return getattr(ring_la, self.name)(**x, **more).o
@@ -134,8 +132,6 @@ NAMES = {"lightning_attention": "lightning", "dplr_delta_rule": "dplr"}
 """Recurrences that tables call by another name."""
 KEYWORDS = {"rwkv7": (("scale", 1.0), ("lower_bound", -0.61)), "ttt_linear": (("mini_batch", 16),)}
 """Arguments that a peer has no choice of, and what is known of a gate."""
-NAMED = ("lightnet", "abc_attention", "mesa_net")
-"""What goes by kernels only where a caller names them."""
 BOUNDED = ("rwkv7", "dplr_delta_rule")
 """Recurrences whose log-decays are above -0.6, as RWKV-7's are."""
 STEPS = ("simple_gla", "gla", "gated_delta_rule", "kda", "rwkv7")

@@ -19,7 +19,7 @@ from ..autograd import first_derivative_only, outside_graphs
 from ..context import ShardedLayout
 from .blocks import BLOCK, blocks_of, filled, fixed, together
 from .sums import OF_BLOCKS, OF_TOKENS, exact_sum, largest, part_of, power_above, rounded
-from .switch import halves, places_of
+from .switch import by_length, halves, places_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: ShardedLayout | None) -> Tensor:
@@ -91,17 +91,19 @@ def _at_once(dy: Tensor, x: Tensor, weight: Tensor, ctx: Any) -> tuple[Tensor | 
 
 def _weight_at_once(dy: Tensor, x: Tensor, weight: Tensor, layout: ShardedLayout) -> Tensor:
     """This rank's part of ``Σ dyᵀ x``: blocks' products, added exactly as they are formed (`fixed.weight`)."""
-    from ..kernels.fixed.weight import block_sums, largest_norms  # needs Triton
+    from ..kernels.fixed.weight import FEW, block_sums, largest_norms  # needs Triton
 
-    places, comm = places_of(layout, x.shape[0]), layout.cp.comm
+    batch, comm = x.shape[0], layout.cp.comm
+    places = places_of(layout, batch)
     dy, x = dy.flatten(0, 1), x.flatten(0, 1)
     norms, behind = largest_norms(dy, x, places)
     if comm.size > 1:
         norms = comm.all_reduce(norms, dist.ReduceOp.MAX).wait()
-    tensors = dy, x, places, norms, norms[behind:]
+    tensors = dy, x, by_length(layout, batch), norms, norms[behind:]
     if comm.size == 1:
         return block_sums(*tensors, weight.dtype)
-    whole = comm.all_reduce(block_sums(*tensors, None)).wait()
+    blocks = batch * (layout.seq_len // BLOCK + layout.num_documents)  # of all ranks, at most
+    whole = comm.all_reduce(block_sums(*tensors, torch.float32 if blocks <= FEW else torch.float64)).wait()
     return part_of(whole.to(torch.float32), layout, weight)
 
 

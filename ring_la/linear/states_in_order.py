@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..kernels.wy.in_order import Pieces
 
 
-class Stretch(NamedTuple):
+class OwnStretch(NamedTuple):
     """Consecutive tokens of this rank that are consecutive in the sequence.
 
     Attributes:
@@ -51,12 +51,12 @@ def goes_in_order(call: SplitCall, inputs: Inputs) -> bool:
     return not reason_against(call.rule, inputs, call.layout.seq_len)
 
 
-def stretches(layout: ShardedLayout) -> tuple[Stretch, ...]:
+def stretches(layout: ShardedLayout) -> tuple[OwnStretch, ...]:
     """Those of this rank, in the order of the sequence; made once."""
     return layout.kept(stretches, lambda: tuple(_made(layout)))
 
 
-def _made(layout: ShardedLayout) -> list[Stretch]:
+def _made(layout: ShardedLayout) -> list[OwnStretch]:
     from ..kernels.wy.in_order import Pieces  # needs Triton
 
     chain, out = Chain.of(layout), []
@@ -81,12 +81,12 @@ def _made(layout: ShardedLayout) -> list[Stretch]:
         stop = at + sum(p[2] for p in parts)
         source = chain.owners[run[0] - 1] if chain.needs[run[0]] else None
         target = chain.owners[run[-1] + 1] if chain.feeds(run[-1]) else None
-        out.append(Stretch(at, stop, Pieces.of(stop - at, cu), first, last, source, target))
+        out.append(OwnStretch(at, stop, Pieces.of(stop - at, cu), first, last, source, target))
         at = stop
     return out
 
 
-def _cut(inputs: Inputs, of: Stretch) -> Inputs:
+def _cut(inputs: Inputs, of: OwnStretch) -> Inputs:
     return Inputs(*(None if t is None else t[:, of.start : of.stop].contiguous() for t in inputs))
 
 

@@ -46,7 +46,7 @@ class LightningIndexer(nn.Module):
         self.heads, self.rope_dim, self.rope_base = heads, rope_dim, rope_base
         self.scale = (heads * width) ** -0.5
         self.q_proj = nn.Linear(q_dim, heads * width, bias=False)
-        self.k_proj, self.k_norm = nn.Linear(dim, width, bias=False), nn.LayerNorm(width)
+        self.k_proj, self.k_norm = nn.Linear(dim, width, bias=False), nn.LayerNorm(width, eps=1e-6)
         self.w_proj = nn.Linear(dim, heads, bias=False)
 
     def forward(self, source: Tensor, x: Tensor, at: Tensor) -> IndexVectors:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only
+from ..autograd import first_derivative_only, traced
 from ..errors import ArgumentError
 from ..kernels.choice import triton_installed
 from ..outputs import LinearAttentionOutput
@@ -26,10 +26,9 @@ from .erase import keys_of
 from .recurrence import recurrence
 from .retention import simple_gla
 
-BY_DEFAULT = False
-"""Whether a call that names no backend goes by the kernel, where that can take it."""
 WIDEST = 128
-Solver = Callable[[Tensor], Tensor]
+Times = Callable[[Tensor], Tensor]
+Solver = Callable[[Tensor, float], Tensor]
 
 
 def _ridge(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -66,62 +65,55 @@ def mesa_net(
             multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``, ≥ 0. lam: λ ``[H, K]``, > 0.
         steps: of conjugate gradients.
 
-    States are ``(G [N,H,K,K], S [N,H,K,V])``. Each step is a call of linear attention, so on a split sequence an
-    exchange; on one CUDA device ``backend="triton"`` takes a kernel that has not yet run on a GPU (K up to 128).
+    States are ``(G [N,H,K,K], S [N,H,K,V])``. On one CUDA device all steps are one kernel (K up to 128); elsewhere each
+    is a call of linear attention, and on a split sequence an exchange.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError("steps", "an int ≥ 1", repr(steps))
     G, S = (None, None) if options.initial_state is None else options.initial_state
-    wide, heads, scale = state_dtype_of({"q": q, "v": v}), v.shape[2], float(options.scale)  # type: ignore[arg-type]
+    heads, scale = v.shape[2], float(options.scale)  # type: ignore[arg-type]
     q, k = (keys_of(heads, t) for t in (q, k))
-    target, rate, ridge = scale * q.to(wide), beta.to(wide)[..., None], lam.to(wide)
-    written = (rate * k).to(k.dtype)
     solver = _solver(k, g, beta, lam, G, steps, options)
     with torch.no_grad():
-        x = solver(target)
-    y, G = simple_gla(
-        x.to(k.dtype), k, written, g, scale=1.0, initial_state=G, output_final_state=options.output_final_state,
-        **options.scan,
-    )  # fmt: skip
-    x = _Solved.apply(target - y - ridge * x, x, solver)
+        x = solver(q, scale)
+    written = (beta[..., None].to(state_dtype_of({"k": k})) * k).to(k.dtype)
+    final = dict(scale=1.0, output_final_state=options.output_final_state)
+    y, G = simple_gla(x, written, k, g, initial_state=G, **final, **options.scan)
     o, S = simple_gla(
-        x.to(q.dtype), k, (rate * v).to(q.dtype), g, scale=1.0, initial_state=S,
-        output_final_state=options.output_final_state, **options.scan,
-    )  # fmt: skip
-    final: Any = None if S is None else (G, S)
-    return LinearAttentionOutput(o.to(v.dtype), final)
+        _Solved.apply(q, y, lam, x, solver, scale), written, v, g, initial_state=S, **final, **options.scan
+    )
+    return LinearAttentionOutput(o, None if S is None else (G, S))  # type: ignore[arg-type]
 
 
 def _solver(
     k: Tensor, g: Tensor, beta: Tensor, lam: Tensor, G: Tensor | None, steps: int, options: CommonOptions
 ) -> Solver:
-    """What gives x of the system's right sides ``[B, T, H, K]``."""
+    """What gives x of the system's right sides ``[B, T, H, K]`` times a number, in their dtype."""
     k, g, beta, lam, G = (None if t is None else t.detach() for t in (k, g, beta, lam, G))  # type: ignore[assignment]
-    named = options.backend == "triton" or (BY_DEFAULT and options.backend is None)
-    if named and options.layout is None and _fits(k, g, beta, lam):
+    if options.backend != "torch" and options.layout is None and _fits(k, g, beta, lam):
         from ..kernels.conjugate_gradients.solve import System, solved
         from ..kernels.runtime.launch import aligned
 
         cu = [0, k.shape[1]] if options.cu_seqlens is None else options.cu_seqlens.tolist()
         system = System(aligned(k), aligned(g), aligned(beta), aligned(lam), None if G is None else aligned(G.float()))
-        return lambda right: solved(aligned(right.to(k.dtype)), system, cu, steps)
+        return lambda right, scale: solved(aligned(right.to(k.dtype)), system, cu, steps, scale)
     keys, rate = k.to(state_dtype_of({"k": k, "lam": lam})), beta[..., None]
     written = rate * keys
 
     def times(p: Tensor) -> Tensor:
         return simple_gla(p, keys, written, g, scale=1.0, initial_state=G, **options.scan).o + lam * p
 
-    return lambda right: _conjugate_gradients(times, right, steps)
+    return lambda right, scale: _conjugate_gradients(times, scale * right.to(keys.dtype), steps).to(right.dtype)
 
 
 def _fits(k: Tensor, *others: Tensor) -> bool:
     """Whether the kernel can take a call."""
     narrow = (torch.float32, torch.bfloat16, torch.float16)
     dtypes = all(t.dtype in narrow for t in (k, *others))
-    return bool(k.is_cuda and triton_installed() and dtypes and k.shape[3] <= WIDEST and k.numel())
+    return bool(k.is_cuda and triton_installed() and not traced(k) and dtypes and k.shape[3] <= WIDEST and k.numel())
 
 
-def _conjugate_gradients(times: Solver, right: Tensor, steps: int) -> Tensor:
+def _conjugate_gradients(times: Times, right: Tensor, steps: int) -> Tensor:
     """x with ``times(x) = right``, each row by itself, after so many steps from zero."""
     x, r, p, size = torch.zeros_like(right), right, right, right.square().sum(-1, keepdim=True)
     for _ in range(steps):
@@ -140,14 +132,25 @@ def _over(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Solved(torch.autograd.Function):
-    """x, as what a remainder of its system makes of it: the remainder's gradient solves the same system."""
+    """x, the solution found; u, that of the same system for the gradient of x, is what q, y and λ get."""
 
     @staticmethod
-    def forward(ctx: Any, remainder: Tensor, x: Tensor, solver: Solver) -> Tensor:
-        ctx.solver = solver
+    def forward(
+        ctx: Any, q: Tensor, y: Tensor, lam: Tensor, x: Tensor, solver: Solver, scale: float
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x)
+        ctx.solver, ctx.scale, ctx.dtypes = solver, scale, (q.dtype, y.dtype, lam.dtype)
         return x.clone()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.solver(dx), None, None
+        (x,), u = ctx.saved_tensors, ctx.solver(dx, 1.0)
+        q, y, lam = ctx.dtypes
+        wide = torch.promote_types(lam, torch.float32)
+        return (
+            (ctx.scale * u).to(q),
+            (-u).to(y),
+            -torch.einsum("bthk,bthk->hk", u.to(wide), x.to(wide)).to(lam),
+            *[None] * 3,
+        )

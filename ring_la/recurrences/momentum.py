@@ -98,7 +98,7 @@ def _start(options: CommonOptions, v: Tensor, K: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MomentumChunks:
     """What chunks are before their states arrive, ``[B, H, chunks, …]``, X being S₀ above M₀ ``[2K, V]``:
     w = `asked` X − `known`, o = `read` X − `within` w, and X goes on as `kept` X + `written` w."""
 
@@ -120,10 +120,11 @@ def _chunks(
     padded = (F.pad(x, (0, 0, 0, 0, 0, -n % C)).transpose(1, 2) for x in (q, k, v, p, g, mu, beta, eta))
     parts = _parts(*(x.unflatten(2, (-1, C)) for x in padded))
     X, before, w = state.flatten(2, 3), [], []
-    for i in range(parts.known.shape[2]):
+    own = (parts.asked, parts.known, parts.kept, parts.written)
+    for asked, known, kept, written in zip(*(x.unbind(2) for x in own)):  # an index each would fill gradients each time
         before.append(X)
-        w.append(parts.asked[:, :, i] @ X - parts.known[:, :, i])
-        X = _kept(parts.kept[:, :, i], X) + parts.written[:, :, i] @ w[-1]
+        w.append(asked @ X - known)
+        X = _kept(kept, X) + written @ w[-1]
     o = parts.read @ torch.stack(before, 2) - parts.within @ torch.stack(w, 2)
     return o.flatten(2, 3)[:, :, :n].transpose(1, 2), X.unflatten(2, (2, -1))
 
@@ -137,7 +138,7 @@ def _kept(by: Tensor, X: Tensor) -> Tensor:
 
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, mu: Tensor, beta: Tensor, eta: Tensor
-) -> Parts:  # fmt: skip
+) -> MomentumChunks:  # fmt: skip
     """The parts of chunks ``[B, H, chunks, C, ·]``."""
     a, m = g.cumsum(3), mu.cumsum(3)
     A, D = (_gaps(x) for x in (a, m))
@@ -150,7 +151,7 @@ def _parts(
     right = torch.cat([a1 * p, -b1 * p, v], -1)
     solved = torch.linalg.solve_triangular(N, right, upper=False, unitriangular=True)
     K = k.shape[-1]
-    return Parts(
+    return MomentumChunks(
         asked=solved[..., : 2 * K],
         known=solved[..., 2 * K :],
         read=torch.cat([a * q, -b * q], -1),

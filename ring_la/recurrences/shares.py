@@ -41,10 +41,6 @@ class Shares(NamedTuple):
     z: Tensor | None
 
 
-BY_DEFAULT = False
-"""Whether a call that names no backend goes by the kernel, where that can take it."""
-
-
 def shares(k: Tensor, z: Tensor | None, options: CommonOptions) -> Shares:
     """The shares of logits k ``[B, T, H, K]``, given z before each document (None: zero)."""
     wide, H, x = state_dtype_of({"k": k}), k.shape[2], k.flatten(2)
@@ -52,9 +48,8 @@ def shares(k: Tensor, z: Tensor | None, options: CommonOptions) -> Shares:
         log = x.new_full((_documents(k, options), x.shape[2]), NEVER, dtype=wide)
     else:
         log = _logarithm(z.flatten(1).to(wide))
-    named = options.backend == "triton" or (BY_DEFAULT and options.backend is None)
     final: Tensor | None
-    if named and options.layout is None and can_share(x):
+    if options.backend != "torch" and options.layout is None and can_share(x):
         written, g, end = weight_shares(x, log, options.cu_seqlens)
         final = torch.where(end > NEVER / 2, F.softplus(end, threshold=1e4), 0.0)
     else:

@@ -5,6 +5,7 @@ The GPU's own check is tests/gpu/test_attention.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -24,7 +25,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("GPUs have a check of their own", allow_module_level=True)
 
 from ring_la.softmax import attention, forgetting_attention  # noqa: E402
-from ring_la.softmax.backends.triton import launch, plan, span_launch, spans, table  # noqa: E402
+from ring_la.softmax.backends.canonical import Canonical  # noqa: E402
+from ring_la.softmax.backends.triton import CanonicalTriton, launch, plan, span_launch, spans, table  # noqa: E402
 from ring_la.softmax.merging import fused  # noqa: E402
 
 
@@ -223,3 +225,34 @@ def test_the_first_part_holds_the_result(monkeypatch):
             assert [a.data_ptr() == b.data_ptr() for a, b in zip(got[:3], held[0])] == [fuses] * 3
     for got in results[1:]:
         torch.testing.assert_close(got, results[0])
+
+
+def test_blocks_at_fixed_places_have_the_same_bits():
+    """What a document and its gradients are does not depend on its place, nor on which rows are at hand. (NumPy's
+    products look at a row's place in a tile of 64, tensor cores do not.)"""
+    backend, H, D = CanonicalTriton(), 2, 16
+    rng = torch.Generator().manual_seed(3)
+    one, other = ([torch.randn(1, n, h, D, generator=rng) for h in (H, 1, 1, H)] for n in (100, 64))
+    scores = Scores(0.3, right=0)
+
+    def run(parts: list, rows: slice = slice(None)) -> list[torch.Tensor]:
+        q, k, v, do = (torch.cat(x, 1) for x in zip(*parts))
+        cu = [0, *itertools.accumulate(p[0].shape[1] for p in parts)]
+        tokens = Tokens.whole(cu[-1], torch.device("cpu"), cu)
+        q, do, mine = q[:, rows], do[:, rows], tokens.cut(*rows.indices(cu[-1])[:2])
+        pair, out = Pair(mine, tokens, scores.reach), Partial(q.shape, q.dtype, q.device)
+        backend.forward(q, k, v, scores, pair, out)
+        o, lse = out.result()
+        x = QueryRows(q, o, do, lse, backend.row_sums(do, o, None, mine))
+        return [o, backend.query_gradients(x, k, v, scores, pair), *backend.key_gradients(x, k, v, scores, pair)]
+
+    whole, turned = run([one, other]), run([other, one])
+    for a, b in zip(whole, turned):
+        assert torch.equal(a[:, :100], b[:, 64:])
+    for a, b in zip(run([one, other], slice(64, 100))[:2], whole):
+        assert torch.equal(a, b[:, 64:100])
+    plain = Canonical()
+    expected = Partial(one[0].shape, torch.float32, torch.device("cpu"))
+    tokens = Tokens.whole(100, torch.device("cpu"))
+    plain.forward(*one[:3], scores, Pair(tokens, tokens, scores.reach), expected)
+    torch.testing.assert_close(whole[0][:, :100], expected.result()[0], rtol=1e-4, atol=1e-5)

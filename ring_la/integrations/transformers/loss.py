@@ -96,8 +96,10 @@ def agreed(group: Group, fingerprint: Tensor | int) -> Tensor | None:
 
 def _summed(part: Tensor, group: Group, fingerprint: Tensor | int) -> tuple[Tensor, Tensor]:
     """The sum of the ranks' parts, fp64, and whether their fingerprints are the same."""
-    given = isinstance(fingerprint, Tensor)  # else a fill on the device: a copy would wait for it
-    mine = fingerprint.to(part) if given else part.new_full((), fingerprint)
+    if isinstance(fingerprint, Tensor):
+        mine = fingerprint.to(part)
+    else:  # filled in on the device: a copy would wait for it
+        mine = part.new_full((), fingerprint)
     total, first, second = group.all_reduce(torch.stack([part, mine, mine * mine])).wait()
     same = group.size * second == first * first
     if not group.on_cuda and not same:

@@ -273,16 +273,10 @@ def _mamba1(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPa
     return [*_short_convolution(layer, states, part), part.cut(states["recurrent", 0], 0, layer.kv_cache[1].shape[1])]
 
 
-def _lightning(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
-    """Heads, ``[H, K, V]`` as the reader's."""
-    return [part.cut(states["recurrent", 0], 0, layer.kv_cache[0].shape[1])]
-
-
 LAYOUTS = {
     "GDN_ATTN": _gated_delta,
     "MAMBA1": _mamba1,
     "MAMBA2": _mamba2,
-    "LINEAR": _lightning,
     "SHORT_CONV": _short_convolution,
 }
 """By vLLM's name of a kind of layer: the reader's states as that layer keeps this worker's part of them."""

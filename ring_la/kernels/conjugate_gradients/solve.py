@@ -71,7 +71,7 @@ def over(a, b):
 
 @triton.jit(do_not_specialize=(*SIZES, "steps"))
 def solve_kernel(
-    Q, K_, g, beta, lam, table, states, X, T, R, steps, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    Q, K_, g, beta, lam, table, states, X, T, R, steps, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     C: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """x of one chunk."""
@@ -84,7 +84,7 @@ def solve_kernel(
     token = place + t
     live = token < end
     k = tile(rows_of(K_, b, token, h, T, H, H, K), live, d, K)
-    r = tile(rows_of(Q, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
+    r = tile(rows_of(Q, b, token, h, T, H, H, K), live, d, K).to(tl.float32) * scale
     c = tl.cumsum(tl.load(rows_of(g, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32), 0)
     rate = tl.load(rows_of(beta, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
     S = node_at(states, b, row, h, R, d, d, H, K, K)
@@ -125,19 +125,19 @@ class System(NamedTuple):
     H0: Tensor | None
 
 
-def solved(q: Tensor, system: System, cu: Sequence[int], steps: int) -> Tensor:
-    """x ``[B, T, H, K]`` in fp32, of right sides q like k. cu: offsets of documents in each row."""
+def solved(q: Tensor, system: System, cu: Sequence[int], steps: int, scale: float = 1.0) -> Tensor:
+    """x ``[B, T, H, K]`` like k, of right sides scale · q, q like k. cu: offsets of documents in each row."""
     k, g, beta, lam, H0 = system
     (B, T, H, K), C, N = k.shape, CHUNK[k.dtype], len(cu) - 1
     table, _ = table_of(tuple(n for a, b in zip(cu, cu[1:]) if b > a for n in (a, b, 0)), C, k.device)
     R, wide = table.shape[0], width(K)
     how: dict[str, Any] = dict(H=H, K=K, BK=wide, C=C, PREC="tf32x3" if k.dtype == torch.float32 else "tf32")
-    states, x = k.new_empty(B, R, H, K, K), k.new_empty(k.shape, dtype=torch.float32)
+    states, x = k.new_empty(B, R, H, K, K), k.new_empty(k.shape)
     block = min(wide, 64)
     launch(
         before_kernel, (B * H * N, -(-K // block)), *filled(k, g, beta, H0, table, _begins(tuple(cu), C, k.device)),
         states, T, R, N, BV=block, HAS_STATE=H0 is not None, ROWS=B > 1, num_warps=4, num_stages=2, **how,
     )  # fmt: skip
     warps = 8 if wide > 64 else 4
-    launch(solve_kernel, (R, B * H), q, k, g, beta, lam, table, states, x, T, R, steps, num_warps=warps, **how)
+    launch(solve_kernel, (R, B * H), q, k, g, beta, lam, table, states, x, T, R, steps, scale, num_warps=warps, **how)
     return x

@@ -8,6 +8,8 @@ over a whole sequence would lose it among much larger numbers that cancel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +25,7 @@ from ring_la.kernels.fenwick.device import (
     rows_of,
     tile,
 )
-from ring_la.kernels.fenwick.launches import Call
+from ring_la.kernels.fenwick.launches import LevelsCall
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -167,9 +169,10 @@ def gates_kernel(
 
 
 def gradients(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, c: Tensor, lam: Tensor, states: Tensor, adjoint: Tensor
+    call: LevelsCall, tokens: Sequence[Tensor], c: Tensor, lam: Tensor, states: Tensor, adjoint: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq and dk by value head ``[B, T, H, K]``, dv, dg and dλ, the last two in fp32."""
+    """dq and dk by value head ``[B, T, H, K]``, dv, dg and dλ, the last two in fp32. tokens: q, k, v and do."""
+    q, k, v, do = tokens
     B, T, H, K = call.B, call.T, call.H, call.K
     narrow = q.dtype if q.shape[2] == H else call.wide  # heads that share a key are added up
     dq, dk = (q.new_empty(B, T, H, K, dtype=narrow) for _ in range(2))

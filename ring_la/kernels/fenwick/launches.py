@@ -21,7 +21,7 @@ BACKWARD = {64: Tiling(64, 4, 1), 128: Tiling(128, 8, 1)}
 
 
 @dataclass(frozen=True)
-class Call:
+class LevelsCall:
     """Sizes, scale, dtype of products; `table`, and the levels above chunks (`upper`)."""
 
     B: int
@@ -38,7 +38,7 @@ class Call:
     wide = torch.float32
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, lam: Tensor, runs: Sequence[int], scale: float) -> Call:
+    def of(cls, q: Tensor, v: Tensor, lam: Tensor, runs: Sequence[int], scale: float) -> LevelsCall:
         B, T, H, V = v.shape
         table, upper = table_of(tuple(runs), CHUNK[v.dtype], v.device)
         return cls(B, T, H, q.shape[3], V, lam.shape[3], float(scale), v.dtype, table, upper)

@@ -47,12 +47,12 @@ def _log_linear(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, runs: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, the nodes' states, and the running sum of g, ``[B, H, T]`` in fp64: only its differences are read."""
-    from .launches import Call
+    from .launches import LevelsCall
     from .outputs import outputs
     from .states import states
 
     q, k, v, lam = (_plain(x) for x in (q, k, v, lam))
-    call = Call.of(q, v, lam, runs, scale)
+    call = LevelsCall.of(q, v, lam, runs, scale)
     c = torch.empty(call.B, call.H, call.T, dtype=torch.float64, device=v.device).copy_(g.detach().mT).cumsum(-1)
     S = states(call, k, v, c, lam, readers=False)
     return outputs(call, q, k, v, c, lam, S), S, c
@@ -63,15 +63,15 @@ def _log_linear_backward(
     scale: float, S: Tensor, c: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     from .gradients import gradients
-    from .launches import Call
+    from .launches import LevelsCall
     from .states import states
 
     if grads[0] is None:
         return [torch.zeros_like(x) for x in (q, k, v, g, lam)]
     do, (q, k, v, lam) = _plain(grads[0].to(v.dtype)), (_plain(x) for x in (q, k, v, lam))
-    call = Call.of(q, v, lam, runs, scale)
+    call = LevelsCall.of(q, v, lam, runs, scale)
     adjoint = states(call, q, do, c, lam, readers=True)
-    dq, dk, dv, dg, dlam = gradients(call, q, k, v, do, c, lam, S, adjoint)
+    dq, dk, dv, dg, dlam = gradients(call, (q, k, v, do), c, lam, S, adjoint)
     if q.shape[2] != call.H:
         dq, dk = (d.unflatten(2, (q.shape[2], -1)).sum(3).to(q.dtype) for d in (dq, dk))
     return [dq, dk, dv, dg.to(g.dtype), dlam.to(lam.dtype)]

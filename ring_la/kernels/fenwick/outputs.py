@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.fenwick.device import SIZES, chunk_row, level_weights, node_at, power, put, rows_of, tile
-from ring_la.kernels.fenwick.launches import Call
+from ring_la.kernels.fenwick.launches import LevelsCall
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -55,7 +55,7 @@ def outputs_kernel(
     put(rows_of(O, b, token, h, T, H, H, V), o * scale, live, e, V)
 
 
-def outputs(call: Call, q: Tensor, k: Tensor, v: Tensor, c: Tensor, lam: Tensor, states: Tensor) -> Tensor:
+def outputs(call: LevelsCall, q: Tensor, k: Tensor, v: Tensor, c: Tensor, lam: Tensor, states: Tensor) -> Tensor:
     """o ``[B, T, H, V]`` in v's dtype, from the nodes' states."""
     how, o = call.reads, v.new_empty(v.shape)
     launch(

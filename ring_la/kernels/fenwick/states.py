@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.fenwick.device import SIZES, chunk_row, power, rows_of, state_at, tile
-from ring_la.kernels.fenwick.launches import Call
+from ring_la.kernels.fenwick.launches import LevelsCall
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -51,7 +51,7 @@ def states_kernel(
     tl.store(into, S.to(out.dtype.element_ty), (d < K)[:, None] & (e < V)[None, :])
 
 
-def states(call: Call, x: Tensor, y: Tensor, c: Tensor, lam: Tensor, readers: bool) -> Tensor:
+def states(call: LevelsCall, x: Tensor, y: Tensor, c: Tensor, lam: Tensor, readers: bool) -> Tensor:
     """The state of each chunk's node, or its gradient, ``[B, R, H, K, V]``; undefined where a node is no node."""
     how, out = call.sums, x.new_empty(call.B, call.R, call.H, call.K, call.V)
     launch(

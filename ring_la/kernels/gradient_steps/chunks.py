@@ -6,12 +6,14 @@ both ways round are two products: nothing that came out of a product is transpos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.gradient_steps.device import SIZES, before, normal, put, rows, steps
-from ring_la.kernels.gradient_steps.launches import Call, Kept, Prepared
+from ring_la.kernels.gradient_steps.launches import KeptSteps, Prepared, StepsCall
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -172,7 +174,7 @@ def gradients_kernel(
 
 
 def outputs(
-    call: Call, q: Tensor, k: Tensor, eta: Tensor, w: Tensor, b: Tensor, kept: Kept, norm: bool
+    call: StepsCall, q: Tensor, k: Tensor, eta: Tensor, w: Tensor, b: Tensor, kept: KeptSteps, norm: bool
 ) -> Tensor:  # fmt: skip
     """o in q's dtype, or z in fp32."""
     o = q.new_empty(q.shape, dtype=q.dtype if norm else call.wide)
@@ -184,9 +186,13 @@ def outputs(
 
 
 def prepare(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, eta: Tensor, w: Tensor, b: Tensor, kept: Kept, norm: bool
-) -> tuple[Prepared, Tensor, Tensor]:
-    """What the walk back reads, and parts of dw and db ``[B · H, NC, K]``; do is dz where o is z."""
+    call: StepsCall, given: Sequence[Tensor], do: Tensor, kept: KeptSteps, norm: bool
+) -> tuple[Prepared, Tensor, Tensor]:  # fmt: skip
+    """What the walk back reads, and parts of dw and db ``[B · H, NC, K]``.
+
+    given: q, k, v, eta, w, b. do: dz where o is z (not `norm`).
+    """
+    q, k, v, eta, w, b = given
     tokens = [q.new_empty(q.shape) for _ in range(3)]
     prepared = Prepared(*tokens, *(q.new_empty(q.shape[:3], dtype=call.wide) for _ in range(3)))
     dw, db = (kept.c.new_zeros(kept.c.shape) for _ in range(2))
@@ -202,7 +208,7 @@ def prepare(
 
 
 def gradients(
-    call: Call, given: tuple[Tensor, ...], kept: Kept, prepared: Prepared, walked: tuple[Tensor, ...]
+    call: StepsCall, given: Sequence[Tensor], kept: KeptSteps, prepared: Prepared, walked: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, deta in fp32, and parts of dw and db. given: q, k, v, eta, w, b. walked: dx, de, what rates get from
     the steps, and dW behind each chunk."""

@@ -16,7 +16,7 @@ CHUNK, CHUNK_FP32 = 64, 32
 """Tokens a chunk: whole mini-batches."""
 
 
-class Kept(NamedTuple):
+class KeptSteps(NamedTuple):
     """d ``[B, T, H, K]``, and before each chunk W (as ``[V, K]``) and c."""
 
     d: Tensor
@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class StepsCall:
     """Sizes of a call of T = NB · N tokens, N a mini-batch."""
 
     B: int

@@ -58,13 +58,13 @@ class _MiniBatches(torch.autograd.Function):
     ):  # fmt: skip
         from ..runtime.launch import aligned
         from .chunks import outputs
-        from .launches import Call
+        from .launches import StepsCall
         from .walks import forwards
 
         q, k, v, eta, w, b = (aligned(x) for x in (q, k, v, eta, w, b))
         W, c = (None if x is None else aligned(x.float()) for x in (W, c))
         B, T, H, K = q.shape
-        call = Call(B, T, H, K, size, scale, eps, q.dtype)
+        call = StepsCall(B, T, H, K, size, scale, eps, q.dtype)
         kept, W_end, c_end = forwards(call, k, v, eta, w, b, W, c)
         o = outputs(call, q, k, eta, w, b, kept, norm)
         ctx.set_materialize_grads(False)
@@ -77,16 +77,16 @@ class _MiniBatches(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dW: Tensor | None, dc: Tensor | None):
         from ..runtime.launch import aligned
         from .chunks import gradients, prepare
-        from .launches import Kept
+        from .launches import KeptSteps
         from .walks import backwards
 
         q, k, v, eta, w, b, *kept = ctx.saved_tensors
-        call, kept = ctx.call, Kept(*kept)
+        call, kept = ctx.call, KeptSteps(*kept)
         do = torch.zeros_like(q) if do is None else do
         if dW is not None or dc is not None:
             dW = q.new_zeros(call.B, call.H, call.K, call.K, dtype=call.wide) if dW is None else aligned(dW.float())
             dc = q.new_zeros(call.B, call.H, call.K, dtype=call.wide) if dc is None else aligned(dc.float())
-        prepared, dw, db = prepare(call, q, k, v, aligned(do), eta, w, b, kept, ctx.norm)
+        prepared, dw, db = prepare(call, (q, k, v, eta, w, b), aligned(do), kept, ctx.norm)
         *walked, dW0, dc0 = backwards(call, q, k, eta, w, kept.d, prepared, dW, dc)
         dq, dk, dv, deta, *more = gradients(call, (q, k, v, eta, w, b), kept, prepared, tuple(walked))
         shared = [(x + y).unflatten(0, (call.B, call.H)).sum((0, 2)) for x, y in zip((dw, db), more)]

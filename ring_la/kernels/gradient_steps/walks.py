@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.gradient_steps.device import SIZES, columns, four, pair, put_columns, rows
-from ring_la.kernels.gradient_steps.launches import Call, Kept, Prepared
+from ring_la.kernels.gradient_steps.launches import KeptSteps, Prepared, StepsCall
 from ring_la.kernels.runtime.launch import filled, launch
 
 
@@ -126,12 +126,12 @@ def backwards_kernel(
 
 
 def forwards(
-    call: Call, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, W: Tensor | None, c: Tensor | None
-) -> tuple[Kept, Tensor, Tensor]:
+    call: StepsCall, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, W: Tensor | None, c: Tensor | None
+) -> tuple[KeptSteps, Tensor, Tensor]:
     """What backward keeps, and W ``[B, H, K, K]`` and c ``[B, H, K]`` behind the last mini-batch, in fp32."""
     B, H, K = call.B, call.H, call.K
     new = k.new_empty
-    kept = Kept(new(k.shape), new(B * H, call.NC, K, K), new(B * H, call.NC, K, dtype=call.wide))
+    kept = KeptSteps(new(k.shape), new(B * H, call.NC, K, K), new(B * H, call.NC, K, dtype=call.wide))
     W_end, c_end = new(B, H, K, K, dtype=call.wide), new(B, H, K, dtype=call.wide)
     launch(
         forwards_kernel, (B * H,), k, v, eta, w, b, *filled(W, c, by=W_end), *kept, W_end, c_end, call.T, call.NB,
@@ -141,7 +141,7 @@ def forwards(
 
 
 def backwards(
-    call: Call, q: Tensor, k: Tensor, eta: Tensor, w: Tensor, d: Tensor, prepared: Prepared, dW: Tensor | None,
+    call: StepsCall, q: Tensor, k: Tensor, eta: Tensor, w: Tensor, d: Tensor, prepared: Prepared, dW: Tensor | None,
     dc: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx and de ``[B, T, H, K]``, what rates get from the steps ``[B, T, H]``, dW behind each chunk, and dW and dc of

@@ -12,8 +12,8 @@ from ...scores import Scores
 from ...sums import put
 from ..backend import Ask, AttentionBackend, QueryRows
 from . import launch, plan
-from .launch import BlockCall, General, OfSums, apart
-from .span_launch import OfSpans, takes
+from .launch import General, OfSums, apart
+from .span_launch import OfSpans
 
 WIDEST = 256
 
@@ -65,5 +65,5 @@ class TritonBackend(AttentionBackend):
 def _kernels(
     scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor, of_sums: OfSums
 ) -> General | OfSpans:
-    block = BlockCall(scores, pair, q, k, v, o, of_sums)
-    return (OfSpans if takes(block) else General)(scores, pair, q, k, v, o, of_sums)
+    block = OfSpans(scores, pair, q, k, v, o, of_sums)
+    return block if block.possible else General(scores, pair, q, k, v, o, of_sums)

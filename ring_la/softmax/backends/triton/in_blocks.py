@@ -31,7 +31,7 @@ BACKWARD_QUERIES = {64: TileSettings(64, 64, 4, 3), 128: TileSettings(64, 64, 4,
 """By heads, as `table` has them: the far side's tile is a block."""
 
 
-class Blocks(NamedTuple):
+class RowsInBlocks(NamedTuple):
     """Rows in blocks at fixed places: how they stand, and which row is at each place (None: they stand so already)."""
 
     tokens: Tokens
@@ -42,25 +42,25 @@ class Blocks(NamedTuple):
         return x if self.source is None else x.index_select(dim, self.source)
 
 
-def in_blocks(tokens: Tokens) -> Blocks:
+def in_blocks(tokens: Tokens) -> RowsInBlocks:
     """The rows by document and position, made once; empty where there are none."""
     return tokens.kept(in_blocks, lambda: _in_blocks(tokens))
 
 
-def _in_blocks(tokens: Tokens) -> Blocks:
+def _in_blocks(tokens: Tokens) -> RowsInBlocks:
     position, document, index = (x.cpu() for x in (tokens.positions, tokens.documents, tokens.index))
     number = torch.div(position, CANONICAL_CHUNK, rounding_mode="floor")
     which, block_of = torch.unique(torch.stack([document, number]), dim=1, return_inverse=True)
     places = block_of * CANONICAL_CHUNK + position - number * CANONICAL_CHUNK
     if torch.equal(places, torch.arange(len(places))):
-        return Blocks(tokens, None)
+        return RowsInBlocks(tokens, None)
     length, device = which.shape[1] * CANONICAL_CHUNK, tokens.device
     at = (which[1] * CANONICAL_CHUNK)[:, None] + torch.arange(CANONICAL_CHUNK)
     of, stands, source = (torch.full((length,), x) for x in (NOBODY, 0, 0))
     of[places], stands[places], source[places] = document, index, torch.arange(len(places))
     filled = Tokens(None, length, device, (at.flatten().to(device), of.to(device)))
     filled.index = stands.to(device)
-    return Blocks(filled, source.to(device))
+    return RowsInBlocks(filled, source.to(device))
 
 
 @once

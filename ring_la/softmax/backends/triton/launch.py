@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,12 +38,12 @@ class BlockCall:
     ) -> None:
         self.scores, self.pair, self.q, self.k, self.v, self.o, self.of_sums = scores, pair, q, k, v, o, of_sums
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of the wider of K's and V's tiles."""
         return padded(max(self.q.shape[3], self.v.shape[3]))
 
-    @property
+    @cached_property
     def shared(self) -> dict[str, Any]:
         """Constants of all kernels, but for a tile's rows and keys."""
         (K, V), dtype = (self.q.shape[3], self.v.shape[3]), self.q.dtype
@@ -50,7 +51,7 @@ class BlockCall:
         precision = "ieee" if dtype == torch.float32 else "tf32"
         return dict(BK=padded(K), BV=padded(V), SUMS=self.scores.sums > 0, PRECISION=precision) | full
 
-    @property
+    @cached_property
     def strides(self) -> list[int]:
         """Of q, k, v and o, but in channels, where it is 1; then K, V and the channels of a head in dq and dk."""
         sums, K = self.scores.sums, self.q.shape[3]

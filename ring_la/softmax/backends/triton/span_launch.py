@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +20,9 @@ BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
 
-def takes(block: BlockCall) -> bool:
-    """Whether these kernels do a block: spans are all there is to its scores, and its tiles can be described."""
-    tensors = block.q, block.k, block.v, block.o
-    return (
-        max(64, block.width) in table.SPANS_FORWARD
-        and spans.simple(block.pair, block.scores)
-        and _has_copy_engine(block.q)
-        and all(map(_aligned, tensors))
-    )
-
-
-def _has_copy_engine(x: Tensor) -> bool:
-    """Whether the device fetches tiles by descriptors (of 16 bits a number: fp32 has not been tried)."""
-    return not x.is_cuda or (x.element_size() == 2 and torch.cuda.get_device_capability(x.device)[0] >= 9)
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _aligned(x: Tensor) -> bool:
@@ -42,6 +32,19 @@ def _aligned(x: Tensor) -> bool:
 
 class OfSpans(BlockCall):
     """The kernels of spans (`span_kernels`)."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether they do this block: spans are all there is to its scores, and its tiles can be fetched (on GPUs of 16
+        bits a number and K = V without padding: others have not been tried)."""
+        q, K, V = self.q, self.q.shape[3], self.v.shape[3]
+        tried = q.element_size() == 2 and K == V == self.width and _has_copy_engine(q.device) if q.is_cuda else True
+        return (
+            max(64, self.width) in table.SPANS_FORWARD
+            and tried
+            and spans.simple(self.pair, self.scores)
+            and all(map(_aligned, (q, self.k, self.v, self.o)))
+        )
 
     def forward(self, o: Tensor, lse: Tensor) -> None:
         """Write o and lse."""
