@@ -55,6 +55,7 @@ def planned(config: Any, device: str, mesh: Any) -> dict[str, Any]:
         optimizer=config.optimizer.kind,
         transformers=folder,
         loss_chunk=memory.loss_chunk,
+        keep_attention=memory.keep_attention,
     )
     said = predict(setting, mesh.axes.size(), mesh.axes.size(2))
     return {"seconds": said.seconds, "gib": said.memory / 2**30, "rates": rates.source}

@@ -11,6 +11,7 @@ from ring_la.models import HybridLM
 from ring_la.training import (
     StepFlops,
     TrainingMesh,
+    attention_kept,
     draw_hybrid,
     recompute,
     shard_parameters,
@@ -47,7 +48,7 @@ def _hybrid(config: Config, place: Place, vocab_size: int) -> tuple[torch.nn.Mod
     flops = StepFlops(shape)
     with torch.device("meta"):  # no rank has all of it at any time
         model = HybridLM(shape).to(getattr(torch, memory.parameters))
-    recompute(model, memory.recompute, mlp_chunk=memory.mlp_chunk)
+    recompute(model, memory.recompute, mlp_chunk=memory.mlp_chunk, keep_attention=memory.keep_attention)
     shard_parameters(model, place.mesh, dtype=place.dtype)
     return draw_hybrid(model, place.device), flops
 
@@ -83,7 +84,8 @@ def _transformers(config: Config, place: Place, vocab_size: int) -> tuple[torch.
         tile_mlps(model, memory.mlp_chunk)
     experts = split_experts(model, place.mesh.context) if options.spread_experts else []
     if memory.recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        contexts = {"context_fn": attention_kept} if memory.keep_attention else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     shard_parameters(model, place.mesh, blocks=layers, dtype=place.dtype, methods=(), experts=experts)
     if folder is None:

@@ -113,6 +113,7 @@ class Memory:
     Attributes:
         dtype: of computing; sums of gradients are fp32. parameters: of the weights, and of the optimizer's states.
         recompute: kinds of layers, "mlp" or "block", see ring_la.training.recompute. mlp_chunk: tokens an MLP takes.
+        keep_attention: results of softmax attention in what is recomputed are kept, which saves its time.
         loss_chunk: tokens whose logits exist at a time.
         rounds: runs of a sequence worked on one after the other (recurrent layers alone).
         offload: GiB of activations on their way to the host, where what the backward pass needs is kept; None: nowhere.
@@ -122,6 +123,7 @@ class Memory:
     parameters: Literal["float32", "bfloat16"] = "float32"
     recompute: list[str] = field(default_factory=lambda: ["mlp"])
     mlp_chunk: int | None = None
+    keep_attention: bool = False
     loss_chunk: int = 8192
     rounds: int = 1
     offload: float | None = None

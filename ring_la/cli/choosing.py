@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from .prediction import Prediction, Setting, predict
@@ -20,10 +21,13 @@ def settings(setting: Setting) -> Iterator[Setting]:
         some = [("mlp", "norm"), (*layers, "mlp", "norm")]
         ways = [((), None), *((way, chunk) for way in some for chunk in (None, CHUNK)), (("block", "norm"), None)]
         ways.append((("block", "norm"), CHUNK))
+    spreads = (False, True) if any(b.experts for b in setting.work.blocks) else (False,)
+    softmax = any(not b.recurrence for b in setting.work.blocks)
     for recompute, chunk in ways:
-        for offload in (False, True):
-            for spread in (False, True) if any(b.experts for b in setting.work.blocks) else (False,):
-                yield replace(setting, recompute=recompute, mlp_chunk=chunk, offload=offload, spread=spread)
+        keeps = (False, True) if softmax and "block" in recompute else (False,)
+        for offload, spread, keep in product((False, True), spreads, keeps):
+            kinds = dict(recompute=recompute, mlp_chunk=chunk, keep_attention=keep)
+            yield replace(setting, offload=offload, spread=spread, **kinds)
 
 
 def choose(setting: Setting, gpus: int, splits: list[int]) -> tuple[Setting, Prediction] | None:
@@ -36,6 +40,7 @@ def told(setting: Setting) -> str:
     """A choice in a line."""
     parts = [f"recompute {','.join(setting.recompute) or 'nothing'}"]
     parts += [f"mlp_chunk {setting.mlp_chunk}"] if setting.mlp_chunk else []
+    parts += ["results of attention kept"] if setting.keep_attention else []
     parts += ["activations in host memory"] if setting.offload else []
     parts += ["experts over the context ranks"] if setting.spread else []
     return ", ".join(parts)
@@ -47,6 +52,7 @@ def write(setting: Setting, line: Prediction, file: Path) -> None:
     rows = ["parallel:", f"  context: {line.P}", f"  fsdp: {line.gpus // line.P}", "memory:", "  dtype: bfloat16"]
     rows += [f"  parameters: {setting.parameters}", f"  recompute: [{recompute}]"]
     rows += [f"  mlp_chunk: {setting.mlp_chunk or 'null'}", f"  offload: {'2.0' if setting.offload else 'null'}"]
+    rows += [f"  keep_attention: {str(setting.keep_attention).lower()}"]
     rows += ["optimizer:", f"  kind: {setting.optimizer}", "data:", f"  seq_len: {setting.length}"]
     rows += [f"  sequences: {line.gpus // line.P}"]
     if setting.transformers:

@@ -86,6 +86,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help="what is computed again in the backward pass, as for ring_la.training.recompute: block (the same without"
         " a word), or layers by name, mlp and norm, comma-separated",
     )
+    parser.add_argument("--keep-attention", action="store_true", help="results of softmax attention in it are kept")
     parser.add_argument("--mlp-chunk", type=int, help="tokens an MLP takes at a time; it is then recomputed")
     parser.add_argument("--loss-chunk", type=int, default=8192, help="tokens whose logits exist at a time")
     parser.add_argument("--rounds", type=int, default=1, help="runs a sequence is worked on in, states handed on")
@@ -168,7 +169,7 @@ def read(args: argparse.Namespace) -> Setting:
         work, rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
         again, args.memory * 2**30 if args.memory else rates.memory, args.mlp_chunk, args.rounds, args.offload,
         args.spread_experts, args.parameters, args.optimizer, args.transformers,
-        args.host_memory * 2**30, args.loss_chunk,
+        args.host_memory * 2**30, args.loss_chunk, args.keep_attention,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class Setting:
     transformers: Path | None = None
     host_memory: float = 100 * 2**30
     loss_chunk: int = 8192
+    keep_attention: bool = False
 
     @property
     def state_bytes(self) -> float:
@@ -149,7 +150,8 @@ def local(setting: Setting, block: BlockWork, tokens: float) -> float:
     layer, mlp = _recomputed(setting, block)
     shares = layer * block.layer_saved + mlp * block.mlp_saved
     if shares:
-        seconds += shares / (block.layer_saved + block.mlp_saved) * (products / 3 + AGAIN * moved) + layer * again
+        seconds += shares / (block.layer_saved + block.mlp_saved) * (products / 3 + AGAIN * moved)
+        seconds += layer * (0.0 if setting.keep_attention and not block.recurrence else again)
     return seconds
 
 
@@ -202,11 +204,12 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
 def _kept(setting: Setting, block: BlockWork, tokens: float) -> float:
     """Bytes of a block that last from the forward to the backward pass."""
     one = 2 * setting.work.dim  # what is recomputed keeps its input
-    if "block" in setting.recompute:
-        return one * tokens
-    norm = one if "norm" in setting.recompute else block.norm_saved
     layer, mlp = _recomputed(setting, block)
-    return ((one if layer else block.layer_saved + norm) + (one if mlp else block.mlp_saved + norm)) * tokens
+    result = (2 * block.V + 4) * block.heads if layer and setting.keep_attention and not block.recurrence else 0
+    if "block" in setting.recompute:
+        return (one + result) * tokens
+    norm = one if "norm" in setting.recompute else block.norm_saved
+    return ((one + result if layer else block.layer_saved + norm) + (one if mlp else block.mlp_saved + norm)) * tokens
 
 
 def _again(setting: Setting, block: BlockWork, tokens: float) -> float:

@@ -27,6 +27,7 @@ from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
 from .backends.canonical import Canonical
 from .geometry import Pair
 from .merging import Gradients, Partial, Sum, row_sums, wide
+from .results import results
 from .strategies import AttentionJob, Heads, PostedKeys, Strategy, post_keys
 from .tensors import Tensors
 from .wire import Unpacking, pack
@@ -184,7 +185,7 @@ def recorded(plan: Moves, x: Tensors) -> tuple[Tensor, Tensor]:
 class _Planned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: Moves, *tensors: Tensor | None):
-        o, lse, saved = plan.forward(Tensors(*tensors))
+        o, lse, saved = results(plan, Tensors(*tensors))
         ctx.plan, ctx.way_back = plan, plan.way_back and plan.way_back()
         ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
         ctx.set_materialize_grads(False)

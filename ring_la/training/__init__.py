@@ -20,7 +20,7 @@ from .gradients import sum_gradients
 from .mesh import TrainingMesh, axis_sizes, shard_parameters
 from .offload import Offload
 from .optimizers import adamw
-from .recompute import recompute
+from .recompute import attention_kept, recompute
 
 __all__ = [
     "BalancedSequences",
@@ -32,6 +32,7 @@ __all__ = [
     "TrainingMesh",
     "Work",
     "adamw",
+    "attention_kept",
     "axis_sizes",
     "batches",
     "clip_gradients",

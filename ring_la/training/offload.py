@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -49,9 +50,25 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         self._waiting: deque[_Kept] = deque()
         self._order: list[weakref.ref[_Kept]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        super().__init__(self._pack, self._unpack)
+        self._tokens: list[Token] = []
+        super().__init__(self.pack, self.unpack)
 
-    def _pack(self, x: Tensor) -> Tensor | _Kept:
+    def __enter__(self) -> Offload:  # type: ignore[override]  # PyTorch's gives None, to nobody's use
+        super().__enter__()
+        self._tokens.append(_AROUND.set(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _AROUND.reset(self._tokens.pop())
+        super().__exit__(*error)
+
+    @staticmethod
+    def around() -> Offload | None:
+        """The innermost one that this code runs in."""
+        return _AROUND.get()
+
+    def pack(self, x: Tensor) -> Tensor | _Kept:
+        """A tensor on its way to the host; itself where it is small, a parameter, or of a class of its own."""
         if x.nbytes < self.least or isinstance(_owner(x), nn.Parameter) or type(x) is not Tensor:
             return x
         kept = _Kept(x, self._stream(x.device), len(self._order))
@@ -72,7 +89,8 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             left -= oldest.bytes
         return left
 
-    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
+    def unpack(self, kept: Tensor | _Kept) -> Tensor:
+        """What `pack` was given, on its device."""
         if isinstance(kept, Tensor):
             return kept
         self._relieve()
@@ -88,6 +106,9 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
+
+
+_AROUND: ContextVar[Offload | None] = ContextVar("_AROUND", default=None)
 
 
 def _owner(x: Tensor) -> Tensor:

@@ -37,8 +37,11 @@ def check_step(rank: int, axes: dict[str, int], kinds: list[str], mlp_chunk: int
     optimizer(whole).step()
 
     mesh = TrainingMesh.make("cpu", **axes)
-    cp = ContextParallel(mesh.context, scan="ring")
-    split = shard_parameters(recompute(make(), kinds, mlp_chunk=mlp_chunk), mesh)
+    keep = "block" in kinds or "attention" in kinds  # with either exchange; heads travel once more
+    cp = ContextParallel(
+        mesh.context, scan="ring", attention="ulysses" if keep and mesh.context.size() == 2 else "ring"
+    )
+    split = shard_parameters(recompute(make(), kinds, mlp_chunk=mlp_chunk, keep_attention=keep), mesh)
     mine = len(CU) // mesh.replicas
     for i in range(mesh.replica * mine, mesh.replica * mine + mine):
         layout = cp.layout(TOKENS, cu_seqlens=CU[i])

@@ -7,7 +7,8 @@ import torch
 
 from ring_la import ArgumentError, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.training import recompute
+from ring_la.softmax.plan import AttentionMoves
+from ring_la.training import Offload, recompute
 
 IDS = torch.arange(64)[None] % 19
 
@@ -74,3 +75,28 @@ def test_nothing_is_computed_a_third_time(kinds):
 def test_what_does_not_fit_is_refused(error, kinds, chunk, changes, message):
     with pytest.raises(error, match=message):
         recompute(make(**changes), kinds, mlp_chunk=chunk)
+
+
+@pytest.mark.parametrize("kinds", [["block", "norm"], ["attention"]])
+def test_results_of_attention_are_kept(kinds, monkeypatch):
+    """Its kernel runs once forward, the gradients stay, and what is kept is o and lse more; a second pass, too."""
+    _, expected = measured(make())
+    calls, forward = [], AttentionMoves.forward
+    monkeypatch.setattr(AttentionMoves, "forward", lambda self, x: (calls.append(1), forward(self, x))[1])
+    model = recompute(make(), kinds, keep_attention=True)
+    with Offload(least=0) as offload:
+        loss = model.loss(IDS)
+    assert len(calls) == 1
+    moved = offload.moved
+    with Offload(least=0) as offload:
+        recompute(make(), kinds).loss(IDS)
+    assert moved - offload.moved == 64 * 16 * 8 + 64 * 2 * 8
+    assert len(calls) == 2
+    loss.backward(retain_graph=True)
+    for p, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, theirs, rtol=1e-12, atol=1e-14)
+        p.grad = None
+    loss.backward()
+    for p, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, theirs, rtol=1e-12, atol=1e-14)
+    assert len(calls) == 2
