@@ -23,7 +23,7 @@ import torch
 
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
-from ring_la.kernels.wy import gdn_launches, one_launch
+from ring_la.kernels.wy import one_launch
 
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
 from ..ops.measure import error, graph_times, host_microseconds, results
@@ -61,7 +61,7 @@ class Question:
     tokens: int = 512
 
 
-# -- one launch each way, and what it leaves for a backward ----------------------------------------------------------
+# -- one launch each way ----------------------------------------------------------
 
 
 def launched(forgets: bool) -> Question:
@@ -80,24 +80,6 @@ def launched(forgets: bool) -> Question:
     return Question(draw, case.truth, arms, shapes if forgets else shapes[:2])
 
 
-def kept() -> Question:
-    """What a gated delta rule's chunks leave for its backward, up to 3 GiB, which is today's, and 1.5."""
-    case = CASES["gdn_qwen"]
-    arm = Arm("1.5 GiB", case.ours, ((gdn_launches, "KEPT", 3 * 2**29),))
-    return Question(
-        partial(inputs, case), case.truth, (Arm("today", case.ours), arm), ("1x32768x16:48x128", "1x32768x16:64x128")
-    )
-
-
-def uneven() -> Question:
-    """A gated delta rule's rows cut into equal spans, which is today's, and with a longer one that goes over its tokens
-    once."""
-    case, arm = CASES["gdn_qwen"], ((gdn_launches, "UNEVEN", True),)
-    shapes = ("1x2048x16:32x128", "1x2048x8:24x128", "1x4096x16:32x128", "1x8192x16:32x128", "1x2048x4:16x128")
-    arms = Arm("today", case.ours), Arm("uneven", case.ours, arm)
-    return Question(partial(inputs, case), case.truth, arms, shapes, tokens=2048)
-
-
 def rwkv7() -> Question:
     """RWKV-7 in chunks, which is today's, and in one launch each way, which a bound of its gate allows."""
     case = CASES["rwkv7"]
@@ -110,8 +92,6 @@ QUESTIONS = {
     "gla": launched(forgets=True),
     "rwkv7": rwkv7(),
     "gla_slow": launched(forgets=False),
-    "gdn_kept": kept(),
-    "gdn_uneven": uneven(),
 }
 
 

@@ -192,6 +192,7 @@ def rwkv7(
     v: Tensor,
     a: Tensor,
     b: Tensor,
+    lower_bound: float | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,

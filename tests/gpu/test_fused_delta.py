@@ -51,6 +51,7 @@ def launches(monkeypatch) -> list:
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
     monkeypatch.setattr(gdn_launches, "GROUPED", 6)
+    monkeypatch.setattr(gdn_launches, "UNEVEN", 0)
     record_of.cache_clear()
     made, plain = [], gdn_launches.forward_kernel
     monkeypatch.setattr(gdn_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
@@ -195,7 +196,7 @@ def test_gradients_without_what_the_forward_kept(gradients_in_one_launch, monkey
 def test_gradients_of_rows_with_a_longer_outer_span(gradients_in_one_launch, monkeypatch, B, T, gate):
     from ring_la.kernels.wy import gdn_launches
 
-    monkeypatch.setattr(gdn_launches, "UNEVEN", True)
+    monkeypatch.setattr(gdn_launches, "UNEVEN", 8)
     found = gradient_errors(inputs(B, T, 4, 2, gate), None, monkeypatch)
     assert within(found), found
 

@@ -101,9 +101,9 @@ GLA = Launches(_gla, _gla_gradients)
 DPLR = Launches(_dplr, _dplr_gradients)
 
 
-def knobs() -> tuple[int, bool, bool, bool]:
+def knobs() -> tuple[int, bool, bool]:
     """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
-    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, gdn_launches.UNEVEN
+    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
