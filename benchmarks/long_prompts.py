@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--longest", action="store_true", help="first, the tokens that fit, as the server finds at its start (GPUs)"
     )
+    parser.add_argument("--transport", choices=["auto", "torch", "symmetric"], default="auto", help="of messages")
     parser.add_argument("--keep", type=int, default=64, help="GiB of states kept on each GPU")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which nothing new is begun")
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
@@ -219,7 +220,7 @@ def main() -> None:
         parser.error("--sharded: expected a mixture, got hybrid_1b")
     begun = time.perf_counter()
     with job():
-        measure(ContextParallel(validate="never", timeout=120), args, begun)
+        measure(ContextParallel(validate="never", timeout=120, transport=args.transport), args, begun)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,15 @@ class CapturedStep:
         if self._cp is not None:
             self._cp.comm.refuse_late("the next step")
 
+    def release(self) -> None:
+        """Give the graphs up; later calls run eagerly and are captured again. A process group whose messages are in a
+        graph waits at its end until that is gone, so this comes before `destroy_process_group`."""
+        self._running.clear()
+        for kind in self.kinds.values():
+            if kind.graph is not None:
+                kind.graph.reset()
+            kind.calls, kind.graph, kind.inputs, kind.output = 0, None, [], None
+
     # -- kinds ---------------------------------------------------------------------------------------------
 
     def _kind(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Kind:

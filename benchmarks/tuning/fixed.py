@@ -13,34 +13,29 @@ import torch
 
 from ring_la.kernels.fixed import product, weight
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.triton_version import TensorDescriptor
 
 SHAPES = ((7680, 2560), (2560, 2560), (13696, 2560), (2560, 6848), (32768, 2560))
 """N and K."""
 PRODUCTS = [
     dict(),
-    dict(num_stages=4),
+    dict(num_stages=3),
+    dict(GROUP=16),
+    dict(GROUP=4),
     dict(BN=128, num_stages=4),
     dict(BN=128, num_warps=4, num_stages=4),
     dict(BN=128, BK=128, num_stages=3),
-    dict(BN=256, BK=64, num_stages=4, GROUP=16),
     dict(BN=256, BK=128, num_stages=2),
-    dict(BN=256, BK=128, num_stages=2, GROUP=4),
-    dict(BN=128, BK=128, num_stages=3, GROUP=16),
-    dict(BN=128, BK=128, num_warps=4, num_stages=3),
-    dict(BM=64, BN=256, BK=128, num_warps=4, num_stages=2),
-    dict(BM=64, BN=256, BK=64, num_warps=4, num_stages=4),
 ]
 WEIGHTS = [
     dict(),
-    dict(num_stages=5),
-    dict(BN=128, BK=64, num_warps=4, num_stages=7),
-    dict(BN=64, BK=128, num_warps=4, num_stages=7),
-    dict(BN=64, BK=128, num_warps=4, num_stages=5),
-    dict(BN=64, BK=128, num_warps=4, num_stages=9),
-    dict(BN=64, BK=128, num_warps=4, num_stages=7, maxnreg=224),
-    dict(BN=64, BK=256, num_warps=8, num_stages=5),
-    dict(BN=64, BK=256, num_warps=8, num_stages=7),
-    dict(BN=128, BK=128, num_warps=8, num_stages=9),
+    dict(num_stages=4),
+    dict(num_stages=7),
+    dict(BN=128, BK=64),
+    dict(BN=128, BK=128, num_warps=8),
+    dict(BN=128, BK=128, num_warps=8, num_stages=7),
+    dict(BN=64, BK=256, num_warps=8),
+    dict(BN=64, BK=64),
 ]
 
 
@@ -70,6 +65,7 @@ def main() -> None:
     x = {n: torch.randn(T, n, device=device).bfloat16() for n in {m for shape in SHAPES for m in shape}}
     places = torch.arange(0, T, 64, dtype=torch.int32, device=device)
     places = torch.stack([places, places + 64], 1).contiguous()
+    blocks = weight.BlockPlaces(places, places[:0])
     norms = {s: weight.largest_norms(x[s[0]], x[s[1]], places) for s in SHAPES}
     row("torch x W", [lambda s=s: x[s[1]] @ w[s].T for s in SHAPES])
     row("torch dy W", [lambda s=s: x[s[0]] @ w[s] for s in SHAPES])
@@ -79,8 +75,17 @@ def main() -> None:
     def changed(more: dict[str, Any]) -> Callable[..., None]:
         def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
             constants |= more
-            sizes = [args[-2] * constants["UN"], args[-1] * constants["UK"]]
-            tiles = [T, sizes[0]] if kernel is product.product_kernel else sizes
+            sizes = [args[-2] * constants["UN"], args[-1] * constants.get("UK", 1)]
+            if isinstance(args[0], TensorDescriptor):
+                of_weight = "BM" not in constants
+                sides = (constants["BN"], constants["BK"]) if of_weight else (constants["BM"], constants["BN"])
+                deep = 64 if of_weight else constants["BK"]
+                blocks = [[deep, n] for n in sides] if of_weight else [[sides[0], deep], [sides[1], deep]]
+                if not of_weight and not constants["TRANSPOSED"]:
+                    blocks[1].reverse()
+                given = [TensorDescriptor(d.base, d.shape, d.strides, b) for d, b in zip(args, blocks)]
+                args = *given, *args[2:]
+            tiles = [T, sizes[0]] if "BM" in constants else sizes
             across = [constants["BM"], constants["BN"]] if "BM" in constants else [constants["BN"], constants["BK"]]
             launch(kernel, (-(-tiles[0] // across[0]) * -(-tiles[1] // across[1]),), *args, **constants)
 
@@ -95,7 +100,7 @@ def main() -> None:
 
         def sums(s: tuple[int, int]) -> torch.Tensor:
             found, behind = norms[s]
-            return weight.block_sums(x[s[0]], x[s[1]], places, found, found[behind:], torch.bfloat16)
+            return weight.block_sums(x[s[0]], x[s[1]], blocks, found, found[behind:], torch.bfloat16)
 
         row(f"dW {more}", [lambda s=s: sums(s) for s in SHAPES])
 

@@ -19,7 +19,7 @@ from ..autograd import first_derivative_only, outside_graphs
 from ..context import ShardedLayout
 from .blocks import BLOCK, blocks_of, filled, fixed, together
 from .sums import OF_BLOCKS, OF_TOKENS, exact_sum, largest, part_of, power_above, rounded
-from .switch import halves, places_of
+from .switch import by_length, halves, places_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: ShardedLayout | None) -> Tensor:
@@ -99,7 +99,7 @@ def _weight_at_once(dy: Tensor, x: Tensor, weight: Tensor, layout: ShardedLayout
     norms, behind = largest_norms(dy, x, places)
     if comm.size > 1:
         norms = comm.all_reduce(norms, dist.ReduceOp.MAX).wait()
-    tensors = dy, x, places, norms, norms[behind:]
+    tensors = dy, x, by_length(layout, batch), norms, norms[behind:]
     if comm.size == 1:
         return block_sums(*tensors, weight.dtype)
     blocks = batch * (layout.seq_len // BLOCK + layout.num_documents)  # of all ranks, at most

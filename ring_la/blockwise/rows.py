@@ -58,11 +58,17 @@ def by_block(
         return linear(x[0], fn.weight, fn.bias, layout=layout)
     if at_once(x[0]):
         if getattr(fn, "by_element", False) and not any(t is not None and t.requires_grad for t in shared):
-            return fn(*x, *shared)
+            return _as_it_is(fn, *x, *shared)
         together = AT_ONCE.get(fn if isinstance(fn, FunctionType) else type(fn))
         if together is not None:
             return together(fn, layout, *x, *shared)
     return _apart(BlockwiseCall(fn, layout, len(x), len(shared)), *x, *shared, *_parameters(fn, module))
+
+
+@outside_graphs
+def _as_it_is(fn: Callable[..., Any], *x: Any) -> Any:
+    """A call that no compiler fuses with others: it would contract products and sums that are apart here."""
+    return fn(*x)
 
 
 AT_ONCE: dict[Any, Callable[..., Any]] = {}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only, traced
+from ..autograd import first_derivative_only, outside_graphs, traced
 from ..blockwise import at_once, by_block, token_sum
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
@@ -73,7 +73,7 @@ def cross_entropy_by_block(logits: Tensor, targets: Tensor, layout: ShardedLayou
         return flat.view(labels.shape)
 
     if at_once(logits):
-        return token_sum(_Losses.apply(logits, targets), layout=layout)
+        return token_sum(_losses_at_once(logits, targets), layout=layout)
     return token_sum(by_block(losses, logits, targets, layout=layout), layout=layout)
 
 
@@ -92,6 +92,9 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (d,) = ctx.saved_tensors
         return (d * grad.reshape(-1, 1).to(d.dtype)).view(*grad.shape, -1), None
+
+
+_losses_at_once = outside_graphs(_Losses.apply)
 
 
 def has_liger() -> bool:

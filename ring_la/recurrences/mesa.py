@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only
+from ..autograd import first_derivative_only, traced
 from ..errors import ArgumentError
 from ..kernels.choice import triton_installed
 from ..outputs import LinearAttentionOutput
@@ -110,7 +110,7 @@ def _fits(k: Tensor, *others: Tensor) -> bool:
     """Whether the kernel can take a call."""
     narrow = (torch.float32, torch.bfloat16, torch.float16)
     dtypes = all(t.dtype in narrow for t in (k, *others))
-    return bool(k.is_cuda and triton_installed() and dtypes and k.shape[3] <= WIDEST and k.numel())
+    return bool(k.is_cuda and triton_installed() and not traced(k) and dtypes and k.shape[3] <= WIDEST and k.numel())
 
 
 def _conjugate_gradients(times: Times, right: Tensor, steps: int) -> Tensor:

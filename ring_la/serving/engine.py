@@ -188,6 +188,7 @@ class Engine:
             raise
         finally:
             self._closed.set()
+            self.batch.close()
 
     def _follow(self) -> None:
         while True:

@@ -65,6 +65,7 @@ class StaticBatch(Batch):
         self._logits = torch.zeros(0, model.vocab_size)
         self._choice = torch.zeros(0, dtype=torch.int64)
         self._keys: StaticRows | None = None
+        self.graphs = 0
         self._sizes: list[KeySize | None] = []
         self._states: list[Any] = []
         self._step: CapturedStep | None = None
@@ -73,9 +74,9 @@ class StaticBatch(Batch):
     def logits(self) -> Tensor:
         return self._logits
 
-    @property
-    def graphs(self) -> int:
-        return 0 if self._step is None else self._step.graphs
+    def close(self) -> None:
+        if self._step is not None:
+            self._step.release()
 
     def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         seat = next(i for i in range(self._most) if i not in self._seats)
@@ -124,6 +125,7 @@ class StaticBatch(Batch):
         columns = min(self._keys.capacity, columns_for(longest))
         logits, choice = self._step(tokens=ids.to(self.model.device), columns=columns)
         self._step.wait()  # a rank that died is named instead of waited for
+        self.graphs = max(self.graphs, self._step.graphs)
         n = len(self._seats)
         at: Any = slice(n) if self._seats == list(range(n)) else torch.tensor(self._seats, device=logits.device)
         self._logits, self._choice = logits[at], choice[at]
@@ -193,6 +195,7 @@ class StaticBatch(Batch):
         if old is not None:
             keys.take_over(old)
         self._keys, self._states = keys, states
+        self.close()  # graphs of other addresses
         seats_of = sorted({min(self._most, 1 << n) for n in range(self._most.bit_length() + 1)})
         self._step = capture(self._stepped, self._cp, buckets=Buckets(seats_of, {"tokens": 0}, dim=0))
 

@@ -37,13 +37,17 @@ def batch_for(model: Served, cp: ContextParallel | None, most: int) -> Batch:
     ranks = cp if together else None
     if isinstance(model.model, HybridLM):
         return StaticBatch(model, ranks, most)
-    why = ""
+    why, static = "", None
     try:
-        _try(model, cp, StaticBatch(model, ranks, len(LENGTHS)))
+        static = StaticBatch(model, ranks, len(LENGTHS))
+        _try(model, cp, static)
     except (PeerError, DisagreementError, torch.AcceleratorError):
         raise
     except Exception as error:  # a model of somebody else's may fail in its own way
         why = f"{type(error).__name__}: {error}"
+    finally:
+        if static is not None:
+            static.close()
     if ranks is not None and ranks.comm.all_reduce(torch.tensor([float(bool(why))], device=model.device)).wait():
         why = why or "another rank could not"
     if why:

@@ -4,7 +4,8 @@
 
 Backward counts twice the forward (Chowdhery et al. 2022, arXiv 2204.02311, app. B). Attention counts the pairs of a
 query and a key that its masks let see each other: half of T² for one causal document, less for packed documents and
-windows. c: writing ``k vᵀ`` and reading ``Sᵀ q`` are 2 each; the delta rule also reads ``Sᵀ k`` (6), rwkv7 reads and
+windows; of chosen keys as many pairs as are chosen, and all pairs that an indexer scores once, without a backward pass.
+c: writing ``k vᵀ`` and reading ``Sᵀ q`` are 2 each; the delta rule also reads ``Sᵀ k`` (6), rwkv7 reads and
 writes once more (8).
 """
 

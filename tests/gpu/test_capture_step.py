@@ -3,6 +3,7 @@
 train     forward, backward and AdamW of a small hybrid: the losses of as many eager steps, over two lengths; the
           same of a compiled loss, and of layers of Qwen3-Next through Transformers
 named     what cannot be captured, by the line it stands in
+ended     a process group whose messages were in a graph
 late      a rank that does not replay: a PeerError on the others, within the timeout
 """
 
@@ -12,6 +13,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ring_la
 from ring_la.models import HybridConfig, HybridLM
@@ -109,6 +111,22 @@ def check_train_of_transformers(rank: int) -> float:
     return max(abs(a - b) for a, b in zip(*found))
 
 
+def check_ended(rank: int) -> float:
+    """Seconds until a group is gone, after its graph."""
+    group = dist.new_group()
+    cp = ring_la.ContextParallel(group, transport="torch", timeout=20)
+    step = ring_la.capture(lambda x: cp.comm.all_reduce(x).wait(), cp, warmup=1)
+    for _ in range(3):
+        out = step(torch.ones(8, device="cuda"))
+    step.wait()
+    assert (float(out[0]), step.graphs) == (cp.size, 1)
+    step.release()
+    assert step.graphs == 0
+    began = time.monotonic()
+    dist.destroy_process_group(group)
+    return time.monotonic() - began
+
+
 def check_late(rank: int) -> tuple[float, str] | None:
     """The last rank does not replay its step; the others say when they knew, and who it is."""
     cp = ring_la.ContextParallel(pool.group(), transport="torch", timeout=4)
@@ -168,6 +186,13 @@ def test_what_cannot_be_captured_is_named():
         with pytest.raises(ring_la.UnsupportedError, match=says) as error:
             [step(x) for _ in range(2)]
         assert "test_capture_step.py" in str(error.value) or says == "CPU generator"
+
+
+@pytest.mark.gpu(needs=2)
+def test_a_group_ends_after_its_graphs(gpu_ranks, record_property):
+    seconds = max(gpu_ranks.run(gpu_ranks.size, check_ended, timeout=60))
+    record_property("seconds", seconds)
+    assert seconds < 10
 
 
 @pytest.mark.gpu(needs=2)

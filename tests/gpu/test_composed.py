@@ -32,10 +32,10 @@ SUMS = {
     "fp16": (700, 130, None, torch.float16),
     "packed": (2100, 67, (0, 0, 1, 900, 2100, 2100), torch.float32),
     "packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
-    "wide many spans": (3000, 67, None, torch.float32),
-    "wide packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
+    "narrow many spans": (3000, 67, None, torch.float32),
+    "narrow packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
 }
-"""tokens, channels, cu_seqlens, dtype; "wide": by tiles of 64 tokens, which are not the default"""
+"""tokens, channels, cu_seqlens, dtype; "narrow": by tiles of 32 tokens, which are not the default"""
 
 
 @pytest.mark.gpu
@@ -44,8 +44,8 @@ def test_kernels_of_sums(case, record_property, monkeypatch):
     pytest.importorskip("triton")
     from ring_la.kernels.sums import walks
 
-    if case.startswith("wide"):
-        monkeypatch.setattr(walks, "TOKENS", 64)
+    if case.startswith("narrow"):
+        monkeypatch.setattr(walks, "TOKENS", 32)
     T, C, cu, dtype = SUMS[case]
     B = 2 if cu is None else 1
     rng = torch.Generator("cuda").manual_seed(0)

@@ -15,7 +15,7 @@ from ring_la.algebra import Rule  # noqa: E402
 from ring_la.kernels.fixed import weight  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
-from ring_la.kernels.fixed.weight import block_sums, largest_norms  # noqa: E402
+from ring_la.kernels.fixed.weight import BlockPlaces, block_sums, largest_norms  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs  # noqa: E402
 from ring_la.kernels.wy.in_order import Pieces, forward, gradients, reason_against  # noqa: E402
 
@@ -27,8 +27,9 @@ def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_a_row_of_a_product_does_not_depend_on_the_others(transposed):
-    x, w, bias = bf16(150, 80), bf16(72, 80, seed=1), bf16(72, seed=2)
+@pytest.mark.parametrize("N", [72, 80], ids=["by address", "by descriptor"])
+def test_a_row_of_a_product_does_not_depend_on_the_others(transposed, N):
+    x, w, bias = bf16(150, 80), bf16(N, 80, seed=1), bf16(N, seed=2)
     given = w if transposed else w.T.contiguous()
     whole = row_product(x, given, bias, transposed=transposed)
     assert torch.equal(row_product(x[131:134], given, bias, transposed=transposed), whole[131:134])
@@ -38,21 +39,22 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(transposed):
 
 def test_blocks_products_add_in_any_order(monkeypatch):
     """dW of ragged blocks, some of tiny numbers; its error is below what rounding it to bf16 makes of it."""
-    dy, x = bf16(230, 40), bf16(230, 48, seed=1)
+    dy, x = bf16(230, 32), bf16(230, 48, seed=1)
     dy[64:70] *= 1e-3
     x[:, 7] *= 100
     places = torch.tensor([[0, 64], [64, 70], [70, 134], [134, 198], [198, 230]], dtype=torch.int32, device=HERE)
     found, behind = largest_norms(dy, x, places)
     norms = found, found[behind:]
-    whole = block_sums(dy, x, places, *norms, torch.float32)
-    order = torch.tensor([3, 0, 4, 2, 1], device=HERE)
-    assert torch.equal(block_sums(dy, x, places[order], *norms, torch.float32), whole)
+
+    def sums(dtype, full, ragged):
+        return block_sums(dy, x, BlockPlaces(places[full], places[ragged]), *norms, dtype)
+
+    whole = sums(torch.float32, [0, 2, 3], [1, 4])
+    assert torch.equal(sums(torch.float32, [], [3, 0, 4, 2, 1]), whole)  # not by descriptor
     for dtype in (torch.float32, torch.float64):
-        parts = [block_sums(dy, x, places[i], *norms, dtype) for i in (order[:2], order[2:])]
-        assert torch.equal((parts[0] + parts[1]).float(), whole)
+        assert torch.equal((sums(dtype, [2], [4]) + sums(dtype, [3, 0], [1])).float(), whole)
     monkeypatch.setattr(weight, "GROUP", 2)
-    assert torch.equal(block_sums(dy, x, places, *norms, torch.float64).float(), whole)
-    assert torch.equal(block_sums(dy, x, places, *norms, torch.bfloat16), whole.bfloat16())
+    assert torch.equal(sums(torch.bfloat16, [0, 2, 3], [1, 4]), whole.bfloat16())
     exact = dy.double().T @ x.double()
     scale = torch.linalg.vector_norm(exact) / exact.numel() ** 0.5
     rounding = torch.linalg.vector_norm(exact.bfloat16().double() - exact) / exact.numel() ** 0.5

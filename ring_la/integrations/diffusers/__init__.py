@@ -18,7 +18,8 @@ text's where text is part of the sequence:
     linear      processors of linear attention, by one sum of states
     gated_delta gated delta nets over frames, by scans of affine maps
     caches      step caches whose decisions the ranks take together (cache_dit: those of cache-dit)
-    pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder)
+    pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder,
+                autoencoder_frames)
     modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
     graphs      calls as CUDA graphs

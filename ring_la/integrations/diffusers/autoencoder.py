@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from ...autograd import wanting
 from ...context import ContextParallel, GridLayout
 from ...errors import UnsupportedError
+from .autoencoder_frames import CONVOLUTIONS, attention_block, frames_attention, middle, repeating_conv
 from .processors import split_class, split_function
 from .streams import Layouts
 
 AUTOENCODERS = (
     *("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderDC"),
     *("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video", "AutoencoderKLCogVideoX"),
+    *("AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15"),
 )
 ROW_BY_ROW = (
     *("SiLU", "ReLU", "ReLU6", "Dropout", "Identity", "Linear", "RMSNorm", "LayerNorm", "PerChannelRMSNorm"),
-    *("DupUp3D", "WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
+    *("HunyuanVideo15RMS_norm", "DupUp3D", "WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
 )
 """Modules without others inside that see a row at a time, by the names of their classes."""
 BORDERS = ("zeros", "reflect")
@@ -40,11 +42,13 @@ class RowDecoder:
 
     Attributes:
         grid: of the latents' rows in the call under way; None: it is whole on every rank.
+        frames: of the attention under way, where it sees no later ones.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.layouts = cp, Layouts(cp)
         self.grid: GridLayout | None = None
+        self.frames: int | None = None
 
     def adopt(self, vae: Any, undo: ExitStack) -> None:
         """Replace forwards inside the decoder; `undo` takes the way back."""
@@ -53,14 +57,23 @@ class RowDecoder:
         if name not in AUTOENCODERS:
             expected = f"a pipeline with one of {', '.join(AUTOENCODERS)}"
             raise UnsupportedError("vae", expected, name, "vae=False decodes whole on every rank")
+        inside: set[nn.Module] = set()
         for label, module in vae.decoder.named_modules():
             kind = type(module).__name__
+            if module in inside:
+                continue
+            if kind in CONVOLUTIONS:
+                inside.add(module.conv)
             if getattr(module, "per_channel_scale1", None) is not None:
                 raise UnsupportedError("vae", "a decoder that draws no noise", f"decoder.{label}, a {kind}")
             replaced = _forward(module, kind)
             if replaced is not None:
                 own = module.forward
                 module.forward = functools.partial(replaced, self, module, own)
+                undo.callback(_put_back, module, own)
+            elif kind == "HunyuanVideoMidBlock3D":
+                own = module.forward
+                module.forward = functools.partial(middle(self, module), module)
                 undo.callback(_put_back, module, own)
             elif kind.endswith("AttentionBlock"):
                 own = module.forward
@@ -94,7 +107,7 @@ class RowDecoder:
             whole = self.rows(image.shape[-2]).gather(image, -2)
             return (whole, *kept) if kept else whole
         finally:
-            self.grid = None
+            self.grid = self.frames = None
 
     def rows(self, local: int, each: int = 1) -> GridLayout:
         """The layout of an image of which this rank has `local` rows, with `each` tokens a row."""
@@ -105,6 +118,8 @@ class RowDecoder:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention ``[B, T, H, D]`` of the rows' tokens to all: keys are few here, and heads too large for a ring."""
+        if self.frames is not None:
+            return frames_attention(self, q, k, v, scale)
         if self.grid is not None:
             layout = self.rows(self.grid.local_length, q.shape[1] // self.grid.local_length)
             k, v = (layout.gather(x, 1) for x in (k, v))
@@ -116,6 +131,10 @@ def _forward(module: Any, kind: str) -> Callable[..., Tensor] | None:
     """What stands in place of a module's forward, where it reaches beyond its rows."""
     if isinstance(module, nn.GroupNorm):
         return _group_norm
+    if kind in CONVOLUTIONS:
+        return repeating_conv
+    if kind == "HunyuanVideo15AttnBlock":
+        return attention_block
     if isinstance(module, (nn.Conv2d, nn.Conv3d)):
         causal = kind.endswith("CausalConv3d")  # which pads by itself
         return _as_it_is if module.kernel_size[-2] == 1 else _causal_conv if causal else _conv

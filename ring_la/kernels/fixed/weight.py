@@ -10,6 +10,8 @@ below the product of its columns' norms; the largest norm of any block on any ra
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,12 +20,15 @@ from torch import Tensor
 from ring_la.kernels.fixed.grid import power_above
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.spans.table import cdiv
 
 BLOCK, GROUP = 64, 64
 """Tokens of a block, and blocks that are added before the sum is read off."""
 TILE, WIDE = (64, 128), 128
 """Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor; columns of a program for norms."""
+DESCRIBED = 64, 128
+"""Of dW where tiles come by descriptor."""
 START = 1.5 * 2**8
 """C in units of ``above_y · above_x``."""
 FEW = 512
@@ -89,6 +94,32 @@ def weight_kernel(
         tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
+@triton.jit(do_not_specialize=("COUNT", "N", "K"))
+def described_weight_kernel(
+    dy, x, places, norms_y, norms_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`weight_kernel` over full blocks, with tiles of dy and x by descriptor."""
+    N *= UN
+    K *= UK
+    across = (K + BK - 1) // BK
+    row, column = tl.program_id(0) // across * BN, tl.program_id(0) % across * BK
+    n, k = row + tl.arange(0, BN), column + tl.arange(0, BK)
+    above_y = power_above(tl.load(norms_y + n, n < N, other=1.0)) * START
+    above_x = power_above(tl.load(norms_x + k, k < K, other=1.0))
+    acc = above_y[:, None] * above_x[None, :]
+    for i in range(0, COUNT):
+        start = tl.load(places + i * 2)
+        part = tl.dot(dy.load([start, row]).T, x.load([start, column]), input_precision=PREC)
+        acc += (part.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+    total = acc - above_y[:, None] * above_x[None, :]
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    if ADD:
+        total = tl.load(out + at, inside, other=0.0) + total.to(out.dtype.element_ty)
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+
+
 def largest_norms(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
     """Bounds of the norms of all columns of all blocks of ``dy [rows, N]``, and from the place returned on of
     ``x [rows, K]``, fp32; inf where one is not finite."""
@@ -104,26 +135,41 @@ def largest_norms(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
     return out.view(torch.float32), behind
 
 
-def block_sums(dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype) -> Tensor:
+class BlockPlaces(NamedTuple):
+    """Where blocks start and end, int32 ``[n, 2]``: those of 64 tokens, and shorter ones."""
+
+    full: Tensor
+    ragged: Tensor
+
+    def __len__(self) -> int:
+        return len(self.full) + len(self.ragged)
+
+
+def block_sums(
+    dy: Tensor, x: Tensor, places: BlockPlaces, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype
+) -> Tensor:
     """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: multiples of the grid in
     fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded, for whom
-    nothing is to be added to them.
-
-    Args:
-        places: int32 ``[blocks, 2]``, where each starts and ends. norms_y, norms_x: `largest_norms` on all ranks, fp32.
-    """
+    nothing is to be added to them. norms_y, norms_x: `largest_norms` on all ranks, fp32."""
     dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
-    if not len(places):
+    of = [some[i : i + GROUP] for some in places for i in range(0, len(some), GROUP)]
+    if not of:
         return torch.zeros(N, K, dtype=dtype, device=dy.device)
-    wide = dtype in (torch.float32, torch.float64)
-    several = len(places) > GROUP
-    kept = (torch.float32 if len(places) <= FEW else torch.float64) if several and not wide else dtype
+    kept = dtype
+    if len(of) > 1 and dtype not in (torch.float32, torch.float64):
+        kept = torch.float32 if len(places) <= FEW else torch.float64
     out, un, uk = dy.new_empty(N, K, dtype=kept), unit_of(N), unit_of(K)
-    for i in range(0, len(places), GROUP):
-        some = places[i : i + GROUP]
+    for i, some in enumerate(of):
+        described = i * GROUP < len(places.full) and N % 16 == K % 16 == 0
+        (bn, bk), stages = (DESCRIBED, 5) if described else (TILE, 7)
+        given = (_by_block(dy, bn), _by_block(x, bk)) if described else (dy, x)
         launch(
-            weight_kernel, (cdiv(N, TILE[0]) * cdiv(K, TILE[1]),), dy, x, some, norms_y, norms_x, out, len(some),
-            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE[0], BK=TILE[1], START=START, ADD=i > 0, PREC="ieee",
-            num_warps=4, num_stages=7,  # of which places and what is loaded by them take three
+            described_weight_kernel if described else weight_kernel, (cdiv(N, bn) * cdiv(K, bk),), *given, some,
+            norms_y, norms_x, out, len(some), N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=bn, BK=bk, START=START,
+            ADD=i > 0, PREC="ieee", num_warps=4, num_stages=stages,  # of which places take some
         )  # fmt: skip
     return out if kept == dtype else out.to(torch.float32).to(dtype)
+
+
+def _by_block(x: Tensor, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [BLOCK, columns])

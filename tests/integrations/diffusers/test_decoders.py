@@ -23,7 +23,18 @@ LTX = dict(latent_channels=4, block_out_channels=(8, 8), layers_per_block=(1,) *
 LTX |= dict(spatio_temporal_scaling=(True, False), decoder_inject_noise=(False,) * 3, patch_size=2)
 FLUX2 = IMAGE | dict(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2)
 FLUX2 |= dict(up_block_types=("UpDecoderBlock2D",) * 2)
+HUNYUAN = dict(latent_channels=4, layers_per_block=1)
 CASES = {
+    "AutoencoderKLHunyuanVideo": (  # whose convolutions repeat the border, and whose attention sees no later frame
+        HUNYUAN
+        | dict(block_out_channels=(8,) * 4, norm_num_groups=4)
+        | dict(down_block_types=("HunyuanVideoDownBlock3D",) * 4, up_block_types=("HunyuanVideoUpBlock3D",) * 4),
+        (2,),
+    ),
+    "AutoencoderKLHunyuanVideo15": (
+        HUNYUAN | dict(block_out_channels=(8, 8), spatial_compression_ratio=2, temporal_compression_ratio=2),
+        (2,),
+    ),
     "AutoencoderKLFlux2": (FLUX2, ()),
     "AutoencoderKLCogVideoX": (IMAGE | dict(block_out_channels=(8,) * 4), (5,)),
     "AutoencoderKLLTXVideo": (
