@@ -1,10 +1,15 @@
 """Kernels for chosen keys on one GPU, beside those of others: `python -m benchmarks.chosen [--out FILE]`.
 
-Two cases, bf16, causal, choices spread over what a query may read: latents of 512 + 64 (DeepSeek), 2,048 keys a
-query; and keys of 128, 16 query heads a key head, 32 blocks of 64 (NSA). Each row: milliseconds forward, and forward +
-backward; TB/s of what a call reads of keys and adds to their gradients; the error of o against the fp64 loop of some
-queries. FlashMLA's sparse prefill has no backward. What cannot run says why. --limit: seconds after which no row is
-begun.
+bf16, causal. Cases: latents of 512 + 64 (DeepSeek), 2,048 keys a query; keys of 128, 16 query heads a key head, 32
+blocks of 64 (NSA); all keys, expanded from latents; blocks of 512 that are chosen in the call, 8 a query (MoBA); and
+the scores of an indexer. Choices are spread over what a query may read. Each row: errors first, of o against the fp64
+loop of some queries, of the gradients against those of the case's first arm; milliseconds forward, and forward +
+backward; TB/s of what a call reads of keys and adds to their gradients. What cannot run says why. --limit: seconds
+after which no row is begun.
+
+    python -m benchmarks.chosen --tokens 8192 --cases latents blocks index --forms torch triton triton_sorted --limit 50
+
+is what `ring_la.softmax.backends.chosen.TAKEN` and `ring_la.indexers.lightning.TAKEN` are set by.
 """
 
 from __future__ import annotations
@@ -13,56 +18,48 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import ring_la
 from benchmarks.options import need_gpus
+from ring_la.indexers import block_index, lightning_index
 
 from .latents import L, N, R, draw
 from .ops.measure import milliseconds
+from .peers import chosen as peers
 from .sparse import choose
 
 Function = Callable[..., Tensor]
 CHECKED = 64
 """Queries whose results are compared."""
+SLOW = 150.0
+"""Of a call of more milliseconds the first one after a warm one counts."""
 
 
 class Case(NamedTuple):
-    """Tensors of a case, its choice, bytes that forward and both passes move by atomics and reads, and arms by name."""
+    """Tensors of a case, bytes that forward and both passes move by atomics and reads (None: not counted), the truth of
+    some queries (None: there is none), and arms by name. Arms in `others` do something else: no errors of them."""
 
     name: str
     x: list[Tensor]
-    moved: tuple[int, int]
-    truth: Function
+    moved: tuple[int, int] | None
+    truth: Function | None
     arms: dict[str, Callable[[], Function]]
+    others: tuple[str, ...] = ()
 
 
 def latents(T: int, H: int, S: int, forms: list[str]) -> Case:
-    """Queries on latents. Ours take latents and up-projections; FlashMLA's queries that were taken to the latents."""
+    """Queries on latents: ours take latents and up-projections."""
     x = [t.requires_grad_() for t in draw(1, T, H, 0)]
     chosen = choose(torch.arange(T, device="cuda"), S)
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         return lambda *x: ring_la.mla(*x, chosen=chosen, backend=backend).o
-
-    def flash_mla() -> Function:
-        from flash_mla import flash_mla_sparse_fwd  # type: ignore[import-not-found]
-
-        if H % 64:
-            raise ValueError(f"it takes heads by 64, not {H}")
-        rows = torch.where(chosen < 0, T, chosen)[0]
-
-        def call(q: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
-            low = torch.cat([torch.einsum("bthd,hdl->bthl", q[..., :N], w_uk), q[..., N:]], -1)
-            keys = torch.cat([latent, k_rope], -1)[0, :, None]
-            o = flash_mla_sparse_fwd(low[0], keys, rows, (N + R) ** -0.5, L)[0]
-            return torch.einsum("thl,hvl->thv", o, w_uv)[None]
-
-        return call
 
     def truth(*x: Tensor) -> Tensor:
         q, latent, rotary, w_uk, w_uv = (t.double() for t in x)
@@ -74,47 +71,53 @@ def latents(T: int, H: int, S: int, forms: list[str]) -> Case:
         return torch.einsum("thl,hvl->thv", s.softmax(-1) @ k[..., :L], w_uv)
 
     read = int((chosen >= 0).sum()) * (L + R)
-    arms = {form: (lambda f=form: ours(f)) for form in forms} | {"FlashMLA": flash_mla}
+    arms = {form: partial(ours, form) for form in forms}
+    arms |= {"FlashMLA": lambda: peers.flash_mla(chosen, T, (N + R) ** -0.5)}
     return Case(f"latents, {H} heads, {S} of {T}", x, (2 * read, 8 * read), truth, arms)
+
+
+def expanded(T: int, H: int) -> Case:
+    """All keys of latents, K = 192 and V = 128."""
+    x = [t.requires_grad_() for t in draw(1, T, H, 0)]
+
+    def ours(backend: Any) -> Function:
+        return lambda *x: ring_la.mla(*x, form="expanded", backend=backend).o
+
+    def truth(*x: Tensor) -> Tensor:
+        q, latent, rotary, w_uk, w_uv = (t.double() for t in x)
+        at = torch.linspace(0, T - 1, CHECKED, device="cuda").long()
+        k, v = (torch.einsum("tl,hnl->htn", latent[0], w) for w in (w_uk, w_uv))
+        k = torch.cat([k, rotary[0].expand(H, -1, -1)], -1)
+        s = torch.einsum("thk,hjk->thj", q[0, at], k) * (N + R) ** -0.5
+        s = s.masked_fill((torch.arange(T, device="cuda") > at[:, None])[:, None], -torch.inf)
+        return torch.einsum("thj,hjv->thv", s.softmax(-1), v)
+
+    arms = {name: partial(ours, name) for name in ("triton", "cudnn")} | {"PyTorch": lambda: peers.expanded}
+    return Case(f"all keys of latents, {H} heads, {T}", x, None, truth, arms)
+
+
+def keys(T: int, H: int, heads: int, D: int) -> list[Tensor]:
+    """q, k and v."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(1, T, h, D, generator=rng, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for h in (H, heads, heads)
+    ]
 
 
 def blocks(T: int, H: int, heads: int, D: int, S: int, size: int, forms: list[str]) -> Case:
     """Blocks of keys, a choice for each key head; the own block is one of them."""
-    rng = torch.Generator("cuda").manual_seed(0)
-    x = [
-        torch.randn(1, T, h, D, generator=rng, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for h in (H, heads, heads)
-    ]
+    x, rng = keys(T, H, heads, D), torch.Generator("cuda").manual_seed(1)
     own = torch.arange(T, device="cuda") // size
     noise = torch.rand(T, heads, -(-T // size), generator=rng, device="cuda")
     at = torch.arange(noise.shape[2], device="cuda")
     noise = noise.masked_fill((at > own[:, None])[:, None], -1.0).masked_fill((at == own[:, None])[:, None], 2.0)
-    best = noise.topk(S, -1)
+    best = noise.topk(min(S, noise.shape[2]), -1)
     numbers = torch.where(best.values < 0, -1, best.indices)[None]
     chosen = torch.where(numbers < 0, -1, numbers * size).int()
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         return lambda *x: ring_la.sparse_attention(*x, chosen=chosen, block=size, backend=backend).o
-
-    def fla() -> Function:
-        from fla.ops.nsa import parallel_nsa
-
-        gate = torch.ones(1, T, H, device="cuda", dtype=torch.bfloat16)
-        at, counts = torch.where(numbers < 0, own.max() + 1, numbers).sort(-1).values.long(), (numbers >= 0).sum(-1)
-        return lambda q, k, v: parallel_nsa(
-            q, k, v, g_slc=gate, block_indices=at, block_counts=counts, block_size=size, window_size=0
-        )
-
-    def flex() -> Function:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        seen = torch.zeros(heads, T, T // size + 1, dtype=torch.bool, device="cuda")
-        seen.scatter_(2, torch.where(numbers < 0, T // size, numbers)[0].transpose(0, 1).long(), True)
-        mask = create_block_mask(
-            lambda b, h, i, j: (i >= j) & seen[h // (H // heads), i, j // size], 1, H, T, T, device="cuda"
-        )
-        call = torch.compile(flex_attention)
-        return lambda *x: call(*(t.transpose(1, 2) for t in x), block_mask=mask, enable_gqa=True).transpose(1, 2)
 
     def truth(*x: Tensor) -> Tensor:
         at = torch.linspace(0, T - 1, CHECKED, device="cuda").long()
@@ -128,21 +131,42 @@ def blocks(T: int, H: int, heads: int, D: int, S: int, size: int, forms: list[st
             out.append(s.masked_fill(hidden[:, h, None], -torch.inf).softmax(-1) @ v[p, h])
         return torch.cat(out, 1)
 
-    def everything() -> Function:
-        return lambda q, k, v: ring_la.attention(q, k, v).o
-
     read = int((chosen >= 0).sum()) * size * D * 2
-    arms = {form: (lambda f=form: ours(f)) for form in forms}
-    arms |= {"FLA": fla, "PyTorch flex": flex, "all keys": everything}
+    arms = {form: partial(ours, form) for form in forms}
+    arms |= {"FLA": lambda: peers.fla_nsa(numbers, T, H, size), "PyTorch flex": lambda: peers.flex(numbers, T, H, size)}
+    arms |= {"ours, all keys": lambda: lambda *x: ring_la.attention(*x).o, "PyTorch, all keys": lambda: peers.all_keys}
     name = f"blocks of {size}, {H} and {heads} heads of {D}, {S} of {T // size}"
-    return Case(name, x, (2 * read, 8 * read), truth, arms)
+    return Case(name, x, (2 * read, 8 * read), truth, arms, ("ours, all keys", "PyTorch, all keys"))
+
+
+def moba(T: int, H: int, D: int, S: int, size: int, forms: list[str]) -> Case:
+    """Blocks that each head chooses by their mean keys, in the call."""
+
+    def ours(backend: Any) -> Function:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            chosen = block_index(q, k, size, S).places
+            return ring_la.sparse_attention(q, k, v, chosen, block=size, backend=backend).o
+
+        return call
+
+    arms = {form: partial(ours, form) for form in forms} | {"FLA": lambda: peers.fla_moba(T, size, S)}
+    arms |= {"PyTorch, all keys": lambda: peers.all_keys}
+    return Case(
+        f"MoBA, {H} heads of {D}, {S} of {T // size} of {size}",
+        keys(T, H, H, D),
+        None,
+        None,
+        arms,
+        ("PyTorch, all keys",),
+    )
 
 
 def rows(case: Case, late: Callable[[], bool]) -> Iterator[dict]:
     """A row of each arm, or why there is none."""
     at = torch.linspace(0, case.x[0].shape[1] - 1, CHECKED, device="cuda").long()
     with torch.no_grad():
-        want = case.truth(*case.x)
+        want = None if case.truth is None else case.truth(*case.x)
+    first: list[Tensor] = []
     for name, make in case.arms.items():
         row: dict = dict(case=case.name, arm=name)
         if late():
@@ -150,48 +174,113 @@ def rows(case: Case, late: Callable[[], bool]) -> Iterator[dict]:
             continue
         try:
             function = make()
-            with torch.no_grad():
-                o = function(*case.x)[0, at]
-            if name != "all keys":
-                row["error"] = float((o.double() - want).norm() / want.norm())
+            if name not in case.others and want is not None:
+                with torch.no_grad():
+                    row["error"] = apart(function(*case.x)[0, at], want)
             row |= timed(function, case)
         except Exception as error:  # what cannot run is a line of the table
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-            row |= {"failed backward" if "forward" in row else "failed": why}
+            row["failed"] = reason(error)
+            yield row
+            continue
+        try:
+            if name not in case.others:
+                row |= compared(function, case, first)
+            row |= timed(function, case, back=True)
+        except Exception as error:
+            row["failed backward"] = reason(error)
         yield row
 
 
-def timed(function: Function, case: Case) -> Iterator[tuple[str, float]]:
-    """Milliseconds and TB/s, forward first."""
-    do = torch.randn_like(function(*case.x))
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def compared(function: Function, case: Case, first: list[Tensor]) -> dict[str, float]:
+    """The largest error of the gradients, beside those of the first arm, which are put into `first`."""
+    o = function(*case.x)
+    do = torch.randn(o.shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda").to(o.dtype)
+    grads = torch.autograd.grad(o, case.x, do)
+    if not first:
+        first += grads
+        return {}
+    return {"gradients": max(apart(a, b) for a, b in zip(grads, first))}
+
+
+def timed(function: Function, case: Case, back: bool = False) -> dict[str, float]:
+    """Milliseconds and TB/s, forward or of both passes."""
 
     def forward() -> None:
         with torch.no_grad():
             function(*case.x)
 
     def both() -> None:
-        torch.autograd.grad(function(*case.x), case.x, do)
+        o = function(*case.x)
+        torch.autograd.grad(o, case.x, o.detach())
 
-    for name, call, moved in zip(("forward", "both"), (forward, both), case.moved):
-        ms = milliseconds(call)
-        yield name, round(ms, 3)
-        yield f"{name} TB/s", round(moved / ms / 1e9, 2)
+    name = "both" if back else "forward"
+    ms = median(both if back else forward)
+    row = {name: round(ms, 3)}
+    return row if case.moved is None else row | {f"{name} TB/s": round(case.moved[back] / ms / 1e9, 2)}
+
+
+def median(call: Callable[[], object]) -> float:
+    """ms of a call; of one that takes long, of one alone."""
+    call()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) if start.elapsed_time(stop) > SLOW else milliseconds(call, budget=0.1)
+
+
+def index(T: int, late: Callable[[], bool]) -> Iterator[dict]:
+    """The lightning indexer, 4 heads of 128, 2,048 tokens a query, by what forms its scores."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    q, k = (torch.randn(1, T, *s, generator=rng, device="cuda", dtype=torch.bfloat16) for s in ((4, 128), (128,)))
+    w, first = torch.rand(1, T, 4, generator=rng, device="cuda"), None
+    for form in ("torch", "triton"):
+        row: dict = dict(case=f"index, 4 heads of 128, 2048 of {T}", arm=form)
+        if late():
+            yield row | dict(failed="not begun: the limit")
+            continue
+        found = lightning_index(q, k, w, 2048, backend=form).scores[:, 2048:]
+        first = found if first is None else first
+        yield row | {
+            "error": apart(found, first),
+            "forward": round(median(lambda f=form: lightning_index(q, k, w, 2048, backend=f)), 2),
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], help="of queries on latents")
+    parser.add_argument("--cases", nargs="+", default=["blocks", "latents", "expanded", "moba", "index"])
     parser.add_argument("--forms", nargs="+", default=["triton", "triton_sorted", "torch"])
     parser.add_argument("--limit", type=float, default=75, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, found = time.monotonic(), []
-    cases = [lambda: blocks(args.tokens, 64, 4, 128, 32, 64, args.forms)]
-    cases += [lambda H=H: latents(args.tokens, H, 2048, args.forms) for H in args.heads]
-    for make in cases:
-        for row in rows(make(), lambda: time.monotonic() - began > args.limit):
+    began, found, T, forms = time.monotonic(), [], args.tokens, args.forms
+
+    def late() -> bool:
+        return time.monotonic() - began > args.limit
+
+    cases = {
+        "blocks": [lambda: rows(blocks(T, 64, 4, 128, 32, 64, forms), late)],
+        "latents": [lambda H=H: rows(latents(T, H, 2048, forms), late) for H in args.heads],
+        "expanded": [lambda H=H: rows(expanded(T, H), late) for H in args.heads],
+        "moba": [lambda: rows(moba(T, 16, 128, 8, 512, forms), late)],
+        "index": [lambda: index(T, late)],
+    }
+    for make in (make for name in args.cases for make in cases[name]):
+        for row in make():
             print(json.dumps(row), flush=True)
             found.append(row)
             if args.out:

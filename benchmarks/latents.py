@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ L, R, N, V = 512, 64, 128, 128
 CHECKED = 2048
 
 Step = Callable[..., Tensor]
+Left = Callable[[], float]
 
 
 def draw(B: int, T: int, H: int, seed: int) -> list[Tensor]:
@@ -137,9 +139,22 @@ def once_each(steps: list[Callable[[], object]]) -> list[float]:
     return slowest.tolist()
 
 
+def clock(limit: float) -> Left:
+    """Seconds of `limit` that are left, the same on all ranks."""
+    began = time.monotonic()
+
+    def left() -> float:
+        spent = torch.tensor(time.monotonic() - began, device="cuda")
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        return limit - spent.item()
+
+    return left
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", nargs="+", default=["16384:16", "65536:16", "262144:8"], help="tokens a rank:heads")
+    parser.add_argument("--limit", type=float, default=100, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
@@ -149,7 +164,10 @@ def main() -> None:
     result = {"errors": check(cp), "rows": []}
     if cp.rank == 0:
         print(json.dumps(result["errors"]), flush=True)
+    left = clock(args.limit)
     for pair in args.tokens:
+        if left() < 0:
+            break
         result["rows"].append(row(cp, *map(int, pair.split(":"))))
         if cp.rank == 0:
             print(json.dumps(result["rows"][-1]), flush=True)

@@ -4,8 +4,8 @@ A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yam
 each length a prompt is read cold and another one warm; then so many sequences go on from the second side by side, as
 its state is kept, and a token's time is taken while all are there. With --sharded each rank has a part of the weights.
 A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
-The bytes a step reads are weights and what this rank remembers of the sequences; that the tokens are right is for
-tests.
+The bytes a step reads are weights (of experts those that one token chooses: the sequences are alike) and what this rank
+remembers of the sequences; that the tokens are right is for tests.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class Runs:
             gaps = [b - a for a, b in zip(jobs[-1].times, jobs[-1].times[1:]) if a >= begin and b <= end]
             row |= {"milliseconds": 1e3 * sorted(gaps)[len(gaps) // 2] if gaps else None, "steps": len(gaps)}
             row |= {"reused": jobs[0].reused, "all seconds": end - asked, "GiB read a step": self._bytes(jobs) / GIB}
+            row |= {"graphs": self._engine.batch.graphs}
         self._rows.append(row)
         print(json.dumps(row), flush=True)
         if self._args.out:
@@ -112,7 +113,20 @@ class Runs:
         states = self._engine.states
         longest = max(states.kept, key=lambda key: states.kept[key].length, default=0)
         remembered = held(states.before(longest)) if longest else 0
-        return held_weights(self._engine.model.model) + len(jobs) * remembered
+        return chosen_weights(self._engine.model.model) + len(jobs) * remembered
+
+
+def chosen_weights(model: torch.nn.Module) -> float:
+    """Bytes of a model's weights on this rank that one token needs."""
+    from ring_la.integrations.transformers.experts import is_experts
+
+    out = float(held_weights(model))
+    config: Any = getattr(model, "config", None)
+    for module in model.modules():
+        if is_experts(module):
+            experts = next(module.parameters(recurse=False)).shape[0]
+            out -= held_weights(module) * (1 - config.get_text_config().num_experts_per_tok / experts)
+    return out
 
 
 def make(cp: ContextParallel, small: bool) -> HybridLM:
@@ -196,6 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--longest", action="store_true", help="first, the tokens that fit, as the server finds at its start (GPUs)"
     )
+    parser.add_argument("--transport", choices=["auto", "torch", "symmetric"], default="auto", help="of messages")
     parser.add_argument("--keep", type=int, default=64, help="GiB of states kept on each GPU")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which nothing new is begun")
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
@@ -205,7 +220,7 @@ def main() -> None:
         parser.error("--sharded: expected a mixture, got hybrid_1b")
     begun = time.perf_counter()
     with job():
-        measure(ContextParallel(validate="never", timeout=120), args, begun)
+        measure(ContextParallel(validate="never", timeout=120, transport=args.transport), args, begun)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ python -m benchmarks.same_bits --tokens 2048 --dim 256
 torchrun --nproc-per-node 2 -m benchmarks.same_bits
 python -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 8192 --repeats 2
 
+torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 4096 --at-once --profile
+
 The digest is that of the loss and of all gradients of a step: runs with other numbers of ranks print the same one, of
-deterministic steps. `--config` is one of examples/configs, in bf16.
+deterministic steps. `--config` is one of examples/configs, in bf16. `--at-once`: all blocks of a rank in one launch,
+which is asked for here as long as it is not the way on GPUs. `--profile`: the dearest kernels of one more step.
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ import hashlib
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 
-from ring_la import ContextParallel
+from ring_la import ContextParallel, capture
+from ring_la.blockwise import switch
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import sum_gradients
 
@@ -46,19 +52,54 @@ def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[floa
     rng = torch.Generator().manual_seed(1)
     ids = layout.shard(torch.randint(0, model.config.vocab_size, (1, options.tokens), generator=rng).to(cp.device))
     out, loss = [], torch.zeros(())
-    for _ in range(options.repeats + 1):
-        begin = time.perf_counter()
-        model.zero_grad()
+
+    def step(ids: Tensor) -> Tensor:
         loss = model.loss(ids, layout=layout)
         loss.backward()
+        return loss.detach()
+
+    call = capture(step, cp) if options.captured else step
+    if options.captured:
+        step(ids)  # what is made once is made before
+    for _ in range(options.repeats + (4 if options.captured else 1)):
+        begin = time.perf_counter()
+        for p in model.parameters():
+            p.grad = None if p.grad is None or not options.captured else p.grad.zero_()
+        loss = call(ids)
         sum_gradients(model.parameters(), cp)
         float(model.norm.weight.grad.sum())  # waits for a GPU
         out.append(time.perf_counter() - begin)
     found = [cp.comm.all_reduce(loss.detach()).wait(), *(p.grad for p in model.parameters())]
     bits = hashlib.sha256()
-    for t in found:
-        bits.update(t.float().cpu().numpy().tobytes())
-    return out, bits.hexdigest()[:16]
+    for name, t in zip(("loss", *(n for n, _ in model.named_parameters())), found):
+        own = t.float().cpu().numpy().tobytes()
+        bits.update(own)
+        if options.each and cp.rank == 0:
+            print(f"    {hashlib.sha256(own).hexdigest()[:8]} {name}", flush=True)
+    if options.profile:
+        profiled(lambda: call(ids), cp.device)
+    return out[-1 - options.repeats :], bits.hexdigest()[:16]
+
+
+def profiled(step: Callable[[], None], device: torch.device) -> None:
+    """Prints what the first rank's step spends on kernels, the dearest ones, and how many there are."""
+    kind = torch.profiler.ProfilerActivity
+    on_gpu = device.type == "cuda"
+    with torch.profiler.profile(activities=[kind.CUDA] if on_gpu else [kind.CPU]) as found:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    if dist.get_rank() != 0:
+        return
+    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    rows = sorted(found.key_averages(), key=lambda row: -getattr(row, name))
+    rows = [
+        row for row in rows if getattr(row, name) and not (on_gpu and row.device_type == torch.autograd.DeviceType.CPU)
+    ]
+    total = sum(getattr(row, name) for row in rows)
+    print(f"    {sum(row.count for row in rows)} launches, {total / 1e3:.2f} ms in them", flush=True)
+    for row in rows[:20]:
+        print(f"    {getattr(row, name) / 1e3:8.3f} ms {row.count:5}  {row.key[:100]}", flush=True)
 
 
 def main() -> None:
@@ -67,8 +108,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--config", help="of examples/configs, in place of --dim")
     parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
+    parser.add_argument("--at-once", action="store_true", help="the blocks of a rank in one launch")
+    parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph")
+    parser.add_argument("--each", action="store_true", help="the digest of each gradient, too")
+    parser.add_argument("--profile", action="store_true", help="what a step spends on kernels")
     parser.add_argument("--layers", type=int, help="the first so many of them")
     args = parser.parse_args()
+    switch.ON_GPUS |= args.at_once
     if "RANK" in os.environ:
         dist.init_process_group()
         if torch.cuda.is_available():

@@ -198,6 +198,7 @@ def soak(seconds: float, number: int, ranks: int, folder: Path, kills: int = 0) 
         for thread in threads:
             thread.start()
         sizes: list[list[float]] = []
+        at: list[float] = []
         begin, ends = time.monotonic(), []
         while any(thread.is_alive() for thread in threads):
             time.sleep(min(2.0, seconds / 40))
@@ -206,6 +207,8 @@ def soak(seconds: float, number: int, ranks: int, folder: Path, kills: int = 0) 
                 started, _ = start(str(folder), ranks, folder / "log.jsonl", str(port))
                 clients.down.clear()
                 sizes.clear()
+                at.clear()
+            at.append((time.monotonic() - begin) / 60)
             sizes.append([memory(process.pid) for process in started])
         done = idle(port)
         started[0].send_signal(signal.SIGTERM)
@@ -230,6 +233,10 @@ def soak(seconds: float, number: int, ranks: int, folder: Path, kills: int = 0) 
         "status of the ranks": status,
         "MiB of each rank, second quarter": [round(x, 1) for x in before],
         "MiB of each rank, last quarter": [round(x, 1) for x in after],
+        "MiB a minute of each rank, from the second quarter on": [
+            round(statistics.linear_regression(at[quarter:], x[quarter:]).slope, 2) for x in zip(*sizes)
+        ],
+        "minutes and MiB of each rank": [[round(t, 2), *(round(x, 1) for x in now)] for t, now in zip(at, sizes)],
         "short prompts, s to the first token, median": round(statistics.median(first), 3),
         "short prompts, s to the first token, p95": round(first[int(0.95 * len(first))], 3),
         "sound": done

@@ -1,11 +1,20 @@
-"""Attention to chosen keys on a split sequence, beside all keys; and what a layout does to an indexer's load.
+"""Attention to chosen keys on a split sequence, beside all keys and the ideal split; and what a layout does to an
+indexer's load.
 
-    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 131072 --forms triton torch --limit 75 --out s.json
+    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 524288 --limit 75 --out s.json
 
-DeepSeek's widths (latents of 512 + 64), bf16, zigzag. Rows as they come, forward + backward of all ranks, milliseconds
-and the peak of memory beside what the tensors take: chosen keys by each strategy and each form of the kernels, all
-keys, and what a GPU takes for a sequence of its own of as many tokens ("alone": the ideal split). Then the lightning
-indexer at 131,072 tokens under a contiguous and a zigzag layout. --limit: seconds after which no further row is begun.
+DeepSeek's widths (latents of 512 + 64), bf16, zigzag; --tokens a rank. Rows as they come, of the slowest rank, in
+milliseconds, with the peak of memory beside what the tensors take. First errors beside PyTorch's form in fp64, 4,096
+tokens. Then:
+
+    ring, FORM          2,048 chosen keys, forward + backward, latents under way
+    ideal, FORM         the same queries of each rank with all latents at hand: no exchange
+    index               the choice: a lightning indexer of 4 heads of 128; and its loss, with gradients
+    all keys …          expanded from latents under way, of a quarter of the tokens, then of all; forward + backward of
+                        all only where 5 times the forward pass is left of --limit
+
+--parts loads: the indexer at 131,072 tokens under a contiguous and a zigzag layout. --limit: seconds after which no row
+is begun, from the start of the ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +26,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,11 +35,13 @@ from torch import Tensor
 
 import ring_la
 from benchmarks.options import need_gpus
-from ring_la.indexers import lightning_index
+from ring_la.indexers import lightning_index, lightning_loss
+from ring_la.softmax.backends import latents
 
-from .latents import V, draw, once_each
+from .latents import L, Left, N, R, V, clock, draw, once_each
 
-INDEXED = 131_072
+INDEXED, CHECKED = 131_072, 4096
+Row = dict[str, Any]
 
 
 def choose(places: Tensor, S: int) -> Tensor:
@@ -43,52 +56,127 @@ def choose(places: Tensor, S: int) -> Tensor:
     return torch.cat(out)[None, :, None]
 
 
-def clock(limit: float) -> Callable[[], bool]:
-    """Whether the ranks have been at it for longer than `limit` seconds, the same on all."""
-    began = time.monotonic()
-
-    def late() -> bool:
-        spent = torch.tensor(time.monotonic() - began, device="cuda")
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        return spent.item() > limit
-
-    return late
-
-
-def arms(
-    cp: ring_la.ContextParallel, tokens: int, heads: int, S: int, forms: list[str], late: Callable[[], bool]
-) -> Iterator[tuple[str, dict[str, float]]]:
-    """Milliseconds and memory of each way."""
-    layout = cp.layout(tokens * cp.size, "zigzag")
-    leaves = [t.requires_grad_() for t in draw(1, tokens, heads, cp.rank)]
-    do = torch.randn(1, tokens, heads, V, device="cuda", dtype=torch.bfloat16)
-    chosen, own = (choose(t, S) for t in (layout.tokens().cuda(), torch.arange(tokens, device="cuda")))
-
-    def step(**how: object) -> None:
-        torch.autograd.grad(ring_la.mla(*leaves, **how).o, leaves, do)
-
-    ways: dict[str, Callable[[], None]] = {}
+def check(cp: ring_la.ContextParallel, forms: list[str]) -> Iterator[tuple[str, Row]]:
+    """Relative errors of o and all gradients of each form, split and some queries at a time, beside PyTorch's form on
+    the whole in fp64."""
+    layout, x, S = cp.layout(CHECKED, "zigzag"), draw(1, CHECKED, 16, 1), 256
+    do = torch.randn(1, CHECKED, 16, V, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
+    whole = choose(torch.arange(CHECKED, device="cuda"), S)
+    mine = whole[:, layout.tokens().cuda()]
+    exact = [t.double().requires_grad_() for t in x]
+    o = ring_la.mla(*exact, chosen=whole, backend="torch").o
+    want = [o.detach(), *torch.autograd.grad(o, exact, do.double())]
     for form in forms:
-        ways[f"alone, {form}"] = partial(step, chosen=own, backend=form)
-        for strategy in ("ring", "all_gather"):
-            ways[f"{strategy}, {form}"] = partial(step, chosen=chosen, layout=layout, strategy=strategy, backend=form)
-    ways["all keys"] = partial(step, layout=layout, form="expanded")
-    for name, way in ways.items():
-        if late():
-            yield name, dict(ms="not begun: the limit")  # type: ignore[dict-item]
-            continue
-        if name != "all keys":
-            way()  # compile
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        (ms,) = once_each([way])
-        yield name, dict(ms=ms, GiB=(torch.cuda.max_memory_allocated() - held) / 2**30)
+        leaves = [(layout.shard(t) if i < 3 else t).clone().requires_grad_() for i, t in enumerate(x)]
+        with patch.object(latents, "AT_ONCE", 1000):
+            o = ring_la.mla(*leaves, chosen=mine, layout=layout, backend=form).o
+            got = [o, *torch.autograd.grad(o, leaves, layout.shard(do).to(o.dtype))]
+        all_of = [layout.gather(t.detach()) for t in got[:4]]
+        all_of += [cp.comm.all_reduce(t.float()).wait() for t in got[4:]]
+        names = ("o", "dq", "dlatent", "dk_rope", "dw_uk", "dw_uv")
+        yield form, {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, all_of, want)}
 
 
-def loads(cp: ring_la.ContextParallel, late: Callable[[], bool]) -> Iterator[tuple[str, list[float]]]:
+def ways(cp: ring_la.ContextParallel, args: argparse.Namespace, left: Left) -> Iterator[tuple[str, Row]]:
+    """Milliseconds and memory of each way."""
+    n, forms, layout = args.tokens, args.forms, cp.layout(args.tokens * cp.size, "zigzag")
+    chosen = choose(layout.tokens().cuda(), args.chosen)
+    for form in forms:
+        step = attending(cp, layout, args, chosen=chosen, backend=form, strategy="ring")
+        yield row(f"ring, {form}", step, left, args.warm)
+        if cp.size > 1:
+            yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left, args.warm)
+    few = cp.layout(CHECKED, "zigzag")  # compiles
+    for step in (indexing(few), learning(few, args.heads, choose(few.tokens().cuda(), args.chosen))):
+        step()
+    yield row("index", indexing(layout), left, 0)
+    yield row("index, its loss", learning(layout, args.heads, chosen), left, 0)
+    if args.all_gather:
+        for form in forms:
+            how = dict(chosen=chosen, backend=form, strategy="all_gather")
+            yield row(f"all_gather, {form}", attending(cp, layout, args, **how), left)
+    del chosen
+    quarter = cp.layout(n // 4 * cp.size, "zigzag")
+    for back in (False, True):
+        step = attending(cp, quarter, args, back, form="expanded")
+        yield row(f"all keys of {quarter.seq_len}, {'both' if back else 'forward'}", step, left)
+    name, one = row(
+        f"all keys of {layout.seq_len}, forward", attending(cp, layout, args, False, form="expanded"), left, 0
+    )
+    yield name, one
+    enough = 5e-3 * one["ms"] if isinstance(one["ms"], float) else 1e9
+    step = attending(cp, layout, args, form="expanded")
+    yield row(f"all keys of {layout.seq_len}, both", step, lambda: left() - enough, 0)
+
+
+def row(name: str, step: Callable[[], None], left: Left, warm: int = 1) -> tuple[str, Row]:
+    """One call, after `warm` others; which are not made where the time is over."""
+    if left() < 0:
+        return name, dict(ms="not begun: the limit")
+    for _ in range(warm):
+        step()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    (ms,) = once_each([step])
+    return name, dict(ms=ms, GiB=(torch.cuda.max_memory_allocated() - held) / 2**30)
+
+
+def attending(
+    cp: ring_la.ContextParallel, layout: ring_la.ShardedLayout, args: argparse.Namespace, back: bool = True, **how: Any
+) -> Callable[[], None]:
+    """`mla` over a layout."""
+    x = [t.requires_grad_(back) for t in draw(1, layout.local_length, args.heads, cp.rank)]
+
+    def step() -> None:
+        o = ring_la.mla(*x, layout=layout, **how).o
+        if back:
+            torch.autograd.grad(o, x, o.detach())
+
+    return step
+
+
+def at_hand(cp: ring_la.ContextParallel, args: argparse.Namespace, chosen: Tensor, form: str) -> Callable[[], None]:
+    """This rank's queries, with the latents of all ranks: what they choose stands before them, so nothing is masked."""
+    q, latent, k_rope, *weights = draw(1, args.tokens, args.heads, cp.rank)
+    latent, k_rope = (t.repeat(1, cp.size, 1) for t in (latent, k_rope))
+    x = [t.requires_grad_() for t in (q, latent, k_rope, *weights)]
+
+    def step() -> None:
+        o = ring_la.mla(*x, chosen=chosen, backend=form, causal=False).o
+        torch.autograd.grad(o, x, o.detach())
+
+    return step
+
+
+def indexing(layout: ring_la.ShardedLayout) -> Callable[[], None]:
+    """An indexer's choice."""
+    shapes = ((4, 128), (128,), (4,))
+    q, k, w = (torch.randn(1, layout.local_length, *s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+
+    def step() -> None:
+        lightning_index(q, k, w, 2048, layout=layout, backend="triton")
+
+    return step
+
+
+def learning(layout: ring_la.ShardedLayout, heads: int, chosen: Tensor) -> Callable[[], None]:
+    """An indexer's loss with its gradients, of queries taken to the latents."""
+    shapes = ((4, 128), (128,), (4,), (heads, L + R), (1, L + R))
+    x = [torch.randn(1, layout.local_length, *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    index = [t.requires_grad_() for t in x[:3]]
+
+    def step() -> None:
+        loss = lightning_loss(*index, chosen, *x[3:], layout=layout, scale=(N + R) ** -0.5)
+        torch.autograd.grad(loss, index)
+
+    return step
+
+
+def loads(cp: ring_la.ContextParallel, left: Left) -> Iterator[tuple[str, list[float]]]:
     """ms of the lightning indexer on each rank, by layout."""
     for kind in ("contiguous", "zigzag"):
-        if late():
+        if left() < 0:
             return
         layout, T = cp.layout(INDEXED, kind), INDEXED // cp.size
         q, k = (torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 128), (128,)))
@@ -109,10 +197,12 @@ def loads(cp: ring_la.ContextParallel, late: Callable[[], bool]) -> Iterator[tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("tokens", 262_144), ("heads", 16), ("chosen", 2048)):
+    for name, default in (("tokens", 524_288), ("heads", 16), ("chosen", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--parts", nargs="+", default=["ways", "loads"])
-    parser.add_argument("--forms", nargs="+", default=["triton"], help="of the kernels for chosen keys")
+    parser.add_argument("--parts", nargs="+", default=["check", "ways", "loads"])
+    parser.add_argument("--forms", nargs="+", default=["triton_sorted"], help="of the kernels for chosen keys")
+    parser.add_argument("--warm", type=int, default=1, help="calls before the one that counts, of chosen keys")
+    parser.add_argument("--all-gather", action="store_true", help="also with all latents gathered")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -121,16 +211,18 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     cp = ring_la.ContextParallel(attention="ring")
     result: dict[str, dict] = {}
-    late = clock(args.limit)
+    began = time.monotonic()
+    left = clock(args.limit)
     parts = {
-        "loads": partial(loads, cp, late),
-        "ways": partial(arms, cp, args.tokens, args.heads, args.chosen, args.forms, late),
+        "check": partial(check, cp, args.forms),
+        "loads": partial(loads, cp, left),
+        "ways": partial(ways, cp, args, left),
     }
     for name in args.parts:
         for way, found in parts[name]():
             result.setdefault(name, {})[way] = found
             if cp.rank == 0:
-                print(name, way, json.dumps(found), flush=True)
+                print(name, way, json.dumps(found), f"{time.monotonic() - began:.0f} s", flush=True)
                 if args.out:  # as rows come: a run that is cut off still counts
                     args.out.write_text(json.dumps(result, indent=1))
     dist.destroy_process_group()

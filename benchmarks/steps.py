@@ -7,8 +7,7 @@ optimizer) on this rank's tokens of a sequence of `tokens` a rank; `qwen3_next`,
 Transformers; `decode`, a token of each of --sequences of `hybrid_1b`. Medians over the ranks' slowest, as many calls as
 fit in 8 s and 20 at most. The sum of kernels is what the profiler gives of the eager step, exchanges among them, so a
 step may be shorter where two run side by side. --limit: seconds after which no further way is begun. --ways also takes
-"compiled, captured" and "reduce-overhead", each in a process of its own: behind a compiled step of the same process a
-capture failed, for a reason that was not found (a guess: gradients are added up on the stream of their first run).
+"reduce-overhead", PyTorch's own graphs.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
     parser.add_argument("--sequences", type=int, default=1, help="of a step of decoding")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no way is begun")
-    parser.add_argument("--ways", nargs="+", default=["eager", "captured", "compiled"])
+    parser.add_argument("--ways", nargs="+", default=["eager", "captured", "compiled", "compiled, captured"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_gpus(parser)

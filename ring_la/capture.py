@@ -141,12 +141,21 @@ class CapturedStep:
         if self._cp is not None:
             self._cp.comm.refuse_late("the next step")
 
+    def release(self) -> None:
+        """Give the graphs up; later calls run eagerly and are captured again. A process group whose messages are in a
+        graph waits at its end until that is gone, so this comes before `destroy_process_group`."""
+        self._running.clear()
+        for kind in self.kinds.values():
+            if kind.graph is not None:
+                kind.graph.reset()
+            kind.calls, kind.graph, kind.inputs, kind.output = 0, None, [], None
+
     # -- kinds ---------------------------------------------------------------------------------------------
 
     def _kind(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Kind:
         """The kind of a call, which all ranks see for the first time at the same call."""
         seen = [_known(x) for x in leaves]
-        key = (structure, tuple(seen))
+        key = (structure, tuple(seen), _repeated(leaves))
         try:
             kind = self.kinds.get(key)
         except TypeError:
@@ -198,7 +207,8 @@ class CapturedStep:
 
     def _capture(self, kind: Kind, leaves: Sequence[Any], structure: pytree.TreeSpec, device: torch.device) -> None:
         """Write the step down; nothing is computed. All ranks learn whether all could."""
-        own = [_own(x) for x in leaves]
+        copies = {id(x): _own(x) for x in leaves if isinstance(x, Tensor)}  # one of a tensor that is given twice, since
+        own = [copies.get(id(x), x) for x in leaves]  # a compiled step tells such calls from others
         args, keywords = pytree.tree_unflatten(own, structure)
         torch.cuda.synchronize(device)
         graph, drawn, error = torch.cuda.CUDAGraph(), torch.get_rng_state(), None
@@ -255,6 +265,12 @@ def _known(x: Any) -> object:
     return (tuple(x.shape), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
 
 
+def _repeated(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Of each tensor the place of its first mention: the same tensor may be given as two arguments."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(x), n) for n, x in enumerate(leaves) if isinstance(x, Tensor))
+
+
 def _hashable(x: object) -> bool:
     try:
         hash(x)
@@ -263,15 +279,18 @@ def _hashable(x: object) -> bool:
     return True
 
 
-def _own(x: Any) -> Any:
+def _own(x: Tensor) -> Tensor:
     """An argument as the graph keeps it."""
-    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _reason(error: BaseException) -> str:
-    """What happened, and the line of the step it happened in: the last one that is not of a library."""
+    """What happened, and where: the step's last line that is not of a library, and the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = str(Path(torch.__file__).parent.parent), str(Path(__file__).parent)
     own = [f for f in frames if not f.filename.startswith(libraries)]
     where = (own or frames)[-1]
-    return f"{where.filename}:{where.lineno} `{where.line}`: {str(error).splitlines()[0]}"
+    said, at = str(error).strip().splitlines(), f"{where.filename}:{where.lineno} `{where.line}`"
+    if frames[-1] != where:
+        at += f", in {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`"
+    return f"{at}: {' '.join(said[:1] + said[1:][-1:])}"

@@ -3,10 +3,9 @@
     o_t = scale · Σ_{s ≤ t} λ_t[ℓ(t, s)] e^{c_t − c_s} (q_tᵀ k_s) v_s,     c = Σ g,     ℓ(t, s) = bits of t xor s
 
 Tokens of level ℓ are the left half of the block of 2^ℓ positions, counted in the document, in whose right half t
-stands: inside chunks they are masks, above them sums of blocks that are added up in pairs. Between ranks travels what
-token p of a document finds: a state each level at which p has a bit. A run of tokens moves levels into others and lets
-them decay, which is a matrix of levels: the dense transition of `algebra`, on states ``[levels, K·V]``. So one
-exchange sends log2 T states.
+stands. Inside a run of tokens they are `kernels/fenwick`'s. Between ranks travels what token p of a document finds: a
+state each level at which p has a bit. A run of tokens moves levels into others and lets them decay, which is a matrix
+of levels: the dense transition of `algebra`, on states ``[levels, K·V]``. So one exchange sends log2 T states.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import full_precision
@@ -24,20 +22,9 @@ from .context import ShardedLayout, check_together
 from .context.handle import found
 from .context.operator import SplitOperator
 from .errors import ArgumentError, Facts, UnsupportedError, describe_tensor
+from .kernels.fenwick.operator import log_linear, unsupported
+from .kernels.fenwick.plain import LogLinearInputs, level_of, within
 from .outputs import LinearAttentionOutput
-
-BITS = 6
-CHUNK = 1 << BITS
-
-
-class LogLinearInputs(NamedTuple):
-    """Tokens of one run, in fp32 or wider, the scale in q: q, k ``[B, n, H, K]``, v, g ``[B, n, H]``, λ."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    lam: Tensor
 
 
 class LocalRun(NamedTuple):
@@ -58,13 +45,14 @@ def log_linear_attention(
     scale: float | None = None,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> LinearAttentionOutput:
     """Log-linear attention with a decay a head (Guo et al. 2025, arXiv 2506.04761; its Mamba-2 form).
 
         o_t = scale · Σ_{s ≤ t} λ_t[ℓ(t, s)] e^{Σ_{s < r ≤ t} g_r} (q_tᵀ k_s) v_s
 
     Level 0 is the token itself, and ℓ(t, s) the number of bits of t xor s, positions in the document. Work is
-    O(T log T), in PyTorch on every device; on a split sequence ranks exchange log2 T states a segment.
+    O(T log T); on a split sequence ranks exchange log2 T states a segment.
 
     Args:
         q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
@@ -73,6 +61,8 @@ def log_linear_attention(
         scale: multiplies ``qᵀk``; None: K**-0.5.
         layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
         cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device; read on the host.
+        backend: "triton" (on CUDA; head sizes up to 128, q, k and v of one dtype), "torch" (PyTorch's operations, on
+            every device) or None, the first that can.
 
     Returns:
         LinearAttentionOutput(o ``[B, T, H, V]`` in v's dtype, None): there are no states to go on from.
@@ -81,17 +71,21 @@ def log_linear_attention(
         ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
     if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout):
-        return LinearAttentionOutput(_operator(q, k, v, g, lam, layout.number, scale), None)
+        return LinearAttentionOutput(_operator(q, k, v, g, lam, layout.number, scale, backend), None)
     x = LogLinearInputs(q, k, v, g, lam)
-    facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), ("scale", scale))  # noqa: E731
-    longest = check_together("log_linear_attention", layout, lambda: _check(x, scale, layout, cu_seqlens), facts)
+    own = ("scale", scale), ("backend", backend)
+    facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), *own)  # noqa: E731
+    check = lambda: _check(x, scale, layout, cu_seqlens, backend)  # noqa: E731
+    longest = check_together("log_linear_attention", layout, check, facts)
     with full_precision(v):
-        return LinearAttentionOutput(_run(x, scale, longest, layout, cu_seqlens), None)
+        return LinearAttentionOutput(_run(x, scale, longest, layout, cu_seqlens, backend), None)
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, layout: int, scale: float | None) -> Tensor:
+def _whole(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, layout: int, scale: float | None, backend: str | None
+) -> Tensor:
     """A split call by its layout's number."""
-    return log_linear_attention(q, k, v, g, lam, scale=scale, layout=found(layout)).o
+    return log_linear_attention(q, k, v, g, lam, scale=scale, layout=found(layout), backend=backend).o
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
@@ -103,20 +97,36 @@ _operator = SplitOperator("split_log_linear_attention", _whole, _fake, 5)
 
 
 def _run(
-    x: LogLinearInputs, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None
-) -> Tensor:
+    x: LogLinearInputs, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None,
+    backend: str | None,
+) -> Tensor:  # fmt: skip
     """A checked call, in fp32 or wider."""
-    q, k, v = x.q, x.k, x.v
-    H, K = v.shape[2], q.shape[3]
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    heads = (x.to(dtype) if x.shape[2] == H else x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q, k))
-    wide_q, wide_k = heads
-    x = LogLinearInputs(wide_q * (K**-0.5 if scale is None else scale), wide_k, *(t.to(dtype) for t in x[2:]))
-    o = _one_device(x, cu_seqlens) if layout is None else _split(x, layout, longest.bit_length())
-    return o.to(v.dtype)
+    H, factor = x.v.shape[2], float(x.q.shape[3] ** -0.5 if scale is None else scale)
+    runs = _runs(layout, [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist())
+    dtype = torch.promote_types(x.v.dtype, torch.float32)
+    kernels = _by_kernels(x, backend)
+    wide = x
+    if layout is not None or not kernels:
+        q, k = (t.to(dtype).repeat_interleave(H // t.shape[2], 2) for t in x[:2])
+        wide = LogLinearInputs(q * factor, k, *(t.to(dtype) for t in x[2:]))
+    every = [run for segment in runs for run in segment]
+    if kernels:
+        o = log_linear(*x, [n for run in every for n in run], factor)
+    else:
+        o = torch.cat([wide.v[:, :0], *(within(_cut(wide, run), run.position) for run in every)], 1)
+    if layout is not None:
+        o = o + _of_others(wide, runs, layout, longest.bit_length())
+    return o.to(x.v.dtype)
 
 
-def _check(x: LogLinearInputs, scale: object, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
+def _by_kernels(x: LogLinearInputs, backend: str | None) -> bool:
+    """Whether a call goes by the kernels."""
+    return backend != "torch" and not unsupported(*x)
+
+
+def _check(
+    x: LogLinearInputs, scale: object, layout: ShardedLayout | None, cu_seqlens: Tensor | None, backend: str | None
+) -> int:
     """Refuse what does not fit; the length of the longest document."""
     for name, t in zip(LogLinearInputs._fields, x):
         dims = 3 if name == "g" else 4
@@ -132,6 +142,10 @@ def _check(x: LogLinearInputs, scale: object, layout: ShardedLayout | None, cu_s
         expected = "one without deterministic=True for log_linear_attention"
         raise UnsupportedError("layout", expected, "a deterministic one")
     check_scale(scale)
+    if backend not in (None, "triton", "torch"):
+        raise ArgumentError("backend", "None, 'triton' or 'torch'", repr(backend))
+    if backend == "triton" and x.v.numel() and (why := unsupported(*x)):
+        raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     check_split(T, B, layout, cu_seqlens, x.v.device, "q")
     cu = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     if layout is not None:
@@ -142,23 +156,23 @@ def _check(x: LogLinearInputs, scale: object, layout: ShardedLayout | None, cu_s
     return longest
 
 
-def _one_device(x: LogLinearInputs, cu_seqlens: Tensor | None) -> Tensor:
-    cu = [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    runs = [LocalRun(a, b, 0) for a, b in zip(cu, cu[1:]) if b > a]
-    return torch.cat([x.v[:, :0], *(_within(_cut(x, run), 0) for run in runs)], 1)
-
-
-def _split(x: LogLinearInputs, layout: ShardedLayout, levels: int) -> Tensor:
-    """Each rank's segments as maps of levels, their exchange, and what the entering levels add."""
-    cp, segments = layout.cp, []
-    at = 0
+def _runs(layout: ShardedLayout | None, cu: list[int]) -> list[list[LocalRun]]:
+    """The runs of each local segment, of one device where there is no layout."""
+    if layout is None:
+        return [[LocalRun(a, b, 0) for a, b in zip(cu, cu[1:]) if b > a]]
+    segments, at = [], 0
     for s in layout.local_segments():
-        pieces = layout.pieces_of(s)
         runs = []
-        for p in pieces:
+        for p in layout.pieces_of(s):
             runs.append(LocalRun(at, at + len(p), p.start - layout.cu_seqlens[p.document]))
             at += len(p)
         segments.append(runs)
+    return segments
+
+
+def _of_others(x: LogLinearInputs, segments: list[list[LocalRun]], layout: ShardedLayout, levels: int) -> Tensor:
+    """What tokens see of segments before theirs: each segment as a map of levels, their exchange, and what the
+    levels that enter add to outputs."""
     maps = [_map(x, runs, levels) for runs in segments]
     B, H, K, V = x.v.shape[0], *x.k.shape[2:], x.v.shape[3]
     # empty parts that depend on the inputs: so the exchange is in the graph of ranks without tokens, too
@@ -168,25 +182,18 @@ def _split(x: LogLinearInputs, layout: ShardedLayout, levels: int) -> Tensor:
     )
     A, b = (torch.cat([empty, *(m[i][:, None] for m in maps)], 1) for i, empty in enumerate(none))
     borders = layout.kept(_of_segments, lambda: _of_segments(layout))
-    entering = cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
+    entering = layout.cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
     out = [x.v[:, :0] + entering.sum()]
     for i, runs in enumerate(segments):
-        for run in runs:
+        for n, run in enumerate(runs):
+            later = n > 0 or not run.position
             part = _cut(x, run)
-            o = _within(part, run.position)
-            if run is runs[0] and run.position:
-                o = o + _from_before(part, run.position, entering[:, i])
-            out.append(o)
+            out.append(torch.zeros_like(part.v) if later else _from_before(part, run.position, entering[:, i]))
     return torch.cat(out, 1)
 
 
 def _cut(x: LogLinearInputs, run: LocalRun) -> LogLinearInputs:
     return LogLinearInputs(*(t[:, run.start : run.stop] for t in x))
-
-
-def _level(later: Tensor | int, earlier: Tensor | int) -> Tensor:
-    """Bits of ``later xor earlier``."""
-    return torch.frexp((torch.as_tensor(later) ^ torch.as_tensor(earlier)).double()).exponent.long()
 
 
 def _first_of(position: int, level: int) -> int | None:
@@ -220,7 +227,7 @@ def _map(x: LogLinearInputs, runs: list[LocalRun], levels: int) -> tuple[Tensor,
         written.append(torch.einsum("bthk,bthv->bhkv", k[:, rows], part.v[:, rows]).flatten(2))
         before = _first_of(run.position, level)
         if before is not None and len(runs) == 1:
-            moves[int(_level(end, before)) - 1, level - 1] = 1
+            moves[int(level_of(end, before)) - 1, level - 1] = 1
     return c[:, -1].exp()[..., None, None] * moves.to(x.v.device), torch.stack(written, 2)
 
 
@@ -231,59 +238,7 @@ def _from_before(x: LogLinearInputs, position: int, entering: Tensor) -> Tensor:
     for level in range(1, entering.shape[2] + 1):
         first = _first_of(position, level)
         if first is not None:
-            now = _level(at, first)[None, :, None, None].expand(*x.g.shape, 1)
+            now = level_of(at, first)[None, :, None, None].expand(*x.g.shape, 1)
             weight = x.lam.gather(-1, now) * decay[..., None]
             out = out + weight * torch.einsum("bthk,bhkv->bthv", x.q, entering[:, :, level - 1])
     return out
-
-
-# -- inside a run ----------------------------------------------------------------------------------------------
-
-
-def _within(x: LogLinearInputs, position: int) -> Tensor:
-    """Outputs of a run that starts at this position, of its own tokens."""
-    n, left = x.v.shape[1], position % CHUNK
-    right = -(left + n) % CHUNK
-    padded = (F.pad(t, (0, 0) * (t.dim() - 2) + (left, right)).unflatten(1, (-1, CHUNK)) for t in x)
-    x = LogLinearInputs(*padded)
-    o = _above_chunks(x, x.g.cumsum(2), position // CHUNK, _within_chunks(x))
-    return o.flatten(1, 2)[:, left : left + n]
-
-
-def _within_chunks(x: LogLinearInputs) -> Tensor:
-    """Tokens of one chunk among themselves, all ``[B, chunks, CHUNK, H, ·]``."""
-    here = torch.arange(CHUNK, device=x.v.device)
-    level = _level(here[:, None], here).clamp(max=x.lam.shape[-1] - 1)  # beyond λ there is padding alone
-    c = x.g.cumsum(2)
-    gap = c[..., None] - c.movedim(2, -1)[:, :, None]  # [B, chunks, t, H, s]
-    gap = gap.masked_fill((here[:, None] < here)[:, None], -torch.inf)
-    weight = gap.exp() * x.lam.gather(-1, level[:, None].expand(*x.lam.shape[:4], CHUNK))
-    scores = torch.einsum("bmthk,bmshk->bmths", x.q, x.k) * weight
-    return torch.einsum("bmths,bmshv->bmthv", scores, x.v)
-
-
-def _above_chunks(x: LogLinearInputs, c: Tensor, first: int, o: Tensor) -> Tensor:
-    """`o` and what chunks, the first one the `first` of its document, get of chunks before them.
-
-    Blocks double from level to level. `c` is the decay of each token since its block's start.
-    """
-    chunks, level, base = x.v.shape[1], BITS, first
-    G = c[:, :, -1]
-    S = torch.einsum("bmthk,bmthv->bmhkv", x.k * (G[:, :, None] - c).exp()[..., None], x.v)
-    while S.shape[1] > 1:
-        level += 1
-        block = [(first + i) >> (level - BITS - 1) for i in range(chunks)]
-        rights = [i for i, b in enumerate(block) if b & 1 and b > base]
-        if rights:
-            to = torch.tensor(rights, device=o.device)
-            beside = torch.tensor([block[i] - 1 - base for i in rights], device=o.device)
-            weight = c[:, to].exp() * x.lam[:, to, ..., level]
-            o = o.index_add(1, to, torch.einsum("bmthk,bmhkv->bmthv", x.q[:, to] * weight[..., None], S[:, beside]))
-            c = c.index_add(1, to, G[:, beside][:, :, None].expand(-1, -1, CHUNK, -1))
-        odd, base = base & 1, base >> 1
-        after = (odd + S.shape[1]) & 1
-        (S1, S2), (G1, G2) = (
-            F.pad(t, (0, 0) * (t.dim() - 2) + (odd, after)).unflatten(1, (-1, 2)).unbind(2) for t in (S, G)
-        )
-        S, G = G2.exp()[..., None, None] * S1 + S2, G1 + G2
-    return o

@@ -29,6 +29,14 @@ def test_steps_run_as_they_are():
     assert step.graphs == 0
 
 
+def test_a_tensor_given_twice_is_a_kind_of_its_own():
+    step, x = capture(seen), torch.ones(1, 5)
+    step(x, x)
+    step(x, x.clone())
+    step(x.clone(), x)
+    assert [kind.calls for kind in step.kinds.values()] == [1, 2]
+
+
 def test_lengths_are_padded_to_buckets():
     step = capture(seen, buckets=BUCKETS)
     for T, length in ((5, 8), (8, 8), (9, 16)):

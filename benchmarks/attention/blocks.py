@@ -5,7 +5,7 @@
 Each rank's own block and rounds, as a copied ring has them, on keys that are there already, in a CUDA graph. What is
 left to the bound (one call that sees everything, with the FLOPs that a rank owes) is what tiles, launches and merges
 cost, and how even the ranks are; what a real ring takes beyond the dearest rank is its exchange. Bytes are those of
-keys and values that each rank receives.
+keys and values that each rank receives. `general` is `triton` without its kernels of spans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import itertools
 import json
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch import Tensor
 from benchmarks.options import need_gpus
 from ring_la.layout import KINDS, Layout
 from ring_la.softmax.backends import BACKENDS, AttentionBackend, QueryRows
+from ring_la.softmax.backends.triton import table
 from ring_la.softmax.geometry import Pair, Reach, Tokens
 from ring_la.softmax.merging import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
@@ -40,11 +43,20 @@ CASES: dict[str, tuple[str, int]] = {
     "causal": ("", -1),
 }
 ROUNDS = 5
+TIMED = "forward", "total"
+KERNELS = "general", *BACKENDS
 
 
 def scores_of(case: str, D: int) -> Scores:
     window = CASES[case][1]
     return Scores(D**-0.5, left=window if window >= 0 else None, right=0)
+
+
+@contextmanager
+def kernel_of(name: str) -> Iterator[AttentionBackend]:
+    """A kernel by name."""
+    with mock.patch.dict(table.SPANS_FORWARD, clear=name == "general"):
+        yield BACKENDS["triton" if name == "general" else name]
 
 
 class Rank:
@@ -111,34 +123,51 @@ def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tupl
     return out, share_of_scores(cu, window)
 
 
+def _row(
+    kernel: AttentionBackend,
+    ranks: list[list[Pair]],
+    scores: Scores,
+    few: Tokens,
+    heads: tuple[int, int],
+    D: int,
+    truth: list[Tensor],
+) -> dict:
+    """One kernel's times; `truth` gets the first one's results on rank 0."""
+    T = len(ranks[0][0].rows)
+    bounding = Rank(kernel, Scores(D**-0.5), [Pair(Tokens.whole(T, few.device), few, Reach())], heads, D)
+    bound = {n: milliseconds(getattr(bounding, n)) for n in TIMED}
+    times: dict[str, list[float]] = {n: [] for n in TIMED}
+    apart = 0.0
+    for r, pairs in enumerate(ranks):
+        torch.manual_seed(r)
+        rank = Rank(kernel, scores, pairs, heads, D)
+        for n, ms in times.items():
+            ms.append(milliseconds(getattr(rank, n)))
+        if r == 0:
+            got = rank.total()
+            truth += [] if truth else got
+            apart = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth))
+    worst = {n: max(ms) for n, ms in times.items()}
+    return dict(apart=apart, bound=bound, blocks=[len(pairs) for pairs in ranks], ranks=times) | worst
+
+
 def bench(case: str, T: int, P: int, kind: str, kernels: list[str], heads: tuple[int, int], D: int) -> list[dict]:
     """A row for each kernel."""
     device, scores, rows = torch.device("cuda", torch.cuda.current_device()), scores_of(case, D), []
     ranks, share = ranks_of(case, T, P, kind, device)
     few = Tokens.whole(max(128, int(T * P * share) // 128 * 128), device)
     truth: list[Tensor] = []
+    flops = 4 * heads[0] * D * T * T * P * share  # of a rank, forward
     for name in kernels:
-        whole = [Pair(Tokens.whole(T, device), few, Reach())]
-        bounding = Rank(BACKENDS[name], Scores(D**-0.5), whole, heads, D)
-        bound = {n: milliseconds(getattr(bounding, n)) for n in ("forward", "total")}
-        times: dict[str, list[float]] = {"forward": [], "total": []}
-        apart, calls = 0.0, []
-        for r, pairs in enumerate(ranks):
-            torch.manual_seed(r)
-            rank = Rank(BACKENDS[name], scores, pairs, heads, D)
-            for n, ms in times.items():
-                ms.append(milliseconds(getattr(rank, n)))
-            calls.append(len(pairs))
-            if r == 0:
-                got = rank.total()
-                truth = truth or got
-                apart = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth))
-        row: dict = dict(case=case, T=T, P=P, kind=kind, kernel=name, apart=apart, bound=bound, blocks=calls)
-        row |= {n: max(ms) for n, ms in times.items()} | dict(ranks=times)
+        with kernel_of(name) as kernel:
+            row = dict(case=case, T=T, P=P, kind=kind, kernel=name) | _row(kernel, ranks, scores, few, heads, D, truth)
         row |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
-        said = "   ".join(f"{n} {row[n]:7.3f} ms {bound[n] / row[n]:4.0%}" for n in times)
-        each = " ".join(f"{x:.2f}" for x in times["total"])
-        print(f"{case:12} {T:6} × {P} {kind:9} {name:12} {said}   each {each}   apart {apart:.1e}", flush=True)
+        row |= dict(tflops={n: times * flops / row[n] / 1e9 for n, times in dict(forward=1, total=3.5).items()})
+        said = "   ".join(
+            f"{n} {row[n]:7.3f} ms {row['bound'][n] / row[n]:4.0%} {row['tflops'][n]:4.0f} TFLOP/s" for n in TIMED
+        )
+        each = " ".join(f"{x:.2f}" for x in row["ranks"]["total"])
+        print(f"{case:12} {T:6} × {P} {kind:9} {name:12} {said}   each {each}   apart {row['apart']:.1e}", flush=True)
         rows.append(row)
     return rows
 
@@ -152,16 +181,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--cases", type=names(CASES), default=",".join(CASES))
     parser.add_argument("--kinds", type=names(KINDS), default="zigzag,balanced")
-    parser.add_argument("--kernels", type=names(BACKENDS), default="triton")
+    parser.add_argument("--kernels", type=names(KERNELS), default="triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
     args = parser.parse_args()
     need_gpus(parser)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     heads, rows = (args.heads, args.groups), []
-    made = compile_ahead(
-        [BACKENDS[name] for name in args.kernels], {scores_of(c, args.width) for c in args.cases}, heads, args.width
-    )
-    print(f"{made} passes compiled", flush=True)
+    for name in args.kernels:
+        with kernel_of(name) as kernel:
+            made = compile_ahead([kernel], {scores_of(c, args.width) for c in args.cases}, heads, args.width)
+            print(f"{made} passes of {name} compiled", flush=True)
     for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
         for kind in args.kinds if CASES[case][0] else args.kinds[:1]:
             rows += bench(case, T, P, kind, args.kernels, heads, args.width)

@@ -41,7 +41,7 @@ from ..peers.diffusion import PEERS, XDIT, degrees, diffusers_parallel, xdit_mod
 from ..timing import barrier, in_turns, seconds
 from .book import Book
 from .parts import profiled
-from .pipelines import OURS, images
+from .pipelines import FIRST, OURS, images
 from .shapes import SHAPES, Shape, build, draw_inputs
 
 ARMS = ("one", *OURS, "ours_usp", *PEERS, *XDIT)
@@ -120,6 +120,8 @@ def _measure(arm: str, here: Where, book: Book) -> None:
         if found is not None:
             book.add(row | found)
     del made
+    if compiled:
+        torch._dynamo.reset()  # whose limit of compilations counts those of all arms
     gc.collect()
     if here.group.on_cuda:
         torch.cuda.empty_cache()
@@ -202,7 +204,7 @@ def _made(arm: str, here: Where) -> tuple[nn.Module, ring_la.ContextParallel | N
         cp = ring_la.ContextParallel(mesh["ring", "ulysses"], attention="usp")
     else:
         cp = ring_la.ContextParallel(attention=OURS[arm])
-    return parallelize(model, cp), cp
+    return parallelize(model, cp, keys_first=arm == FIRST), cp
 
 
 def _join() -> None:

@@ -28,6 +28,8 @@ from .book import Book
 from .shapes import SHAPES, build, randomize
 
 OURS = {"ours": "auto", "ours_ring": "ring", "ours_ulysses": "ulysses", "ours_all_gather": "all_gather"}
+FIRST = "ours_keys_first"
+OURS |= {FIRST: "auto"}
 PROMPT = "a lighthouse at dusk, waves against the rocks"
 WARM = 6  # steps, of which a captured transformer takes four before it replays
 
@@ -110,7 +112,7 @@ def images(options: argparse.Namespace, group: Group, book: Book) -> None:
 
 def _prepared(arm: str, mode: str, tiny: bool, group: Group) -> Any:
     """The pipeline as an arm has it."""
-    if arm not in ("one", *OURS, *PEERS) or (mode == "graph" and arm not in OURS) or mode == "compiled_graph":
+    if arm not in ("one", *OURS, *PEERS) or (mode.endswith("graph") and arm not in OURS):
         raise UnsupportedError("arms", "another arm or mode for whole pipelines", f"{arm}, {mode}")
     pipe = flux(tiny, group.device, torch.float32 if tiny else torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
@@ -121,8 +123,8 @@ def _prepared(arm: str, mode: str, tiny: bool, group: Group) -> Any:
         pipe.transformer.set_attention_backend(kernel)
     if arm in OURS:
         cp = ring_la.ContextParallel(attention=OURS[arm])  # type: ignore[arg-type]
-        parallelize(pipe, cp, vae=True, text=True, capture=mode == "graph")
-    if mode == "compiled":
+        parallelize(pipe, cp, vae=True, text=True, capture=mode.endswith("graph"), keys_first=arm == FIRST)
+    if mode.startswith("compiled"):
         pipe.transformer.compile_repeated_blocks(dynamic=False)
     return pipe
 

@@ -11,6 +11,7 @@ seconds the ranks are stopped and what was done is kept. Shapes:
     hybrid_8b      36 layers of 4,096 channels, three gated delta nets to one softmax attention, 8 B parameters
     hybrid_8b_kda  the same with KDA
     hybrid_1b      examples/configs/hybrid_1b.yaml
+    hybrid_1b_mla  KDA and attention over latents, 1 B parameters; hybrid_1b_dsa: with 2,048 chosen keys a token
     moe_35b_a3b    Qwen3.5-35B-A3B's text model, of Transformers: 256 experts of which 8 are picked, over the ranks
 
 A plan that `ring-la plan --choose --write` wrote goes in by --config; what follows --more are options of the script.
@@ -47,6 +48,8 @@ SHAPES = {
     "hybrid_8b": ["--config", f"{CONFIGS}/hybrid_8b.yaml"],
     "hybrid_8b_kda": ["--config", f"{CONFIGS}/hybrid_8b.yaml", "--model.layers", "[kda, kda, kda, attention]"],
     "hybrid_1b": ["--config", f"{CONFIGS}/hybrid_1b.yaml"],
+    "hybrid_1b_mla": ["--config", f"{CONFIGS}/hybrid_1b_mla.yaml"],
+    "hybrid_1b_dsa": ["--config", f"{CONFIGS}/hybrid_1b_dsa.yaml"],
     "moe_35b_a3b": ["--config", f"{CONFIGS}/moe_35b_a3b.yaml"],
 }
 SEQUENCES = 8
@@ -54,6 +57,7 @@ SEQUENCES = 8
 GROUP = 4
 """Layers that repeat: three recurrences and one softmax attention."""
 TINY = ["--model.dim=32", "--model.num_heads=2", "--model.repeat=1", "--model.vocab_size=300", "--memory.mlp_chunk=128"]
+TINY += ["--model.options.dsa={head_dim: 16, backend: torch, index_backend: torch, topk: 16}"]
 TINY += ["--model.options.attention.num_kv_heads=1"]
 SMALL_MOE = dict(
     vocab_size=300,

@@ -14,6 +14,7 @@ from ring_la.cli.prediction import Setting, predict
 from ring_la.cli.rates import DEVICES
 from ring_la.cli.transformers_work import of_folder
 from ring_la.cli.workload import Workload
+from ring_la.errors import UnsupportedError
 from ring_la.scan.auto import Line
 
 
@@ -26,7 +27,10 @@ def about(args: argparse.Namespace, trainer: Any) -> dict[str, Any]:
     found |= {"memory": asdict(trainer.config.memory), "optimizer": trainer.config.optimizer.kind}
     if args.documents != "joined":  # the plan knows one document
         return found | {"documents": args.documents}
-    return found | ({} if name is None else {"plan": planned(trainer.config, name, trainer.mesh)})
+    try:
+        return found | ({} if name is None else {"plan": planned(trainer.config, name, trainer.mesh)})
+    except UnsupportedError as error:  # a layer without a rate
+        return found | {"plan": str(error)}
 
 
 def planned(config: Any, device: str, mesh: Any) -> dict[str, Any]:

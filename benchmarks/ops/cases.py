@@ -119,7 +119,7 @@ class Case:
     def truth(self, x: Inputs) -> Results:
         """The output by the PyTorch kernels, which the suite holds to 1e-9 of the token loop in fp64."""
         x, more = dict(x), self.flags | dict(self.keywords)
-        if self.name not in ("short_conv", "log_linear_attention"):
+        if self.name != "short_conv":
             more["backend"] = "reference" if self.name == "forgetting_attention" else "torch"
         if self.gates:
             return self._packed(x, more)
@@ -130,8 +130,8 @@ class Case:
 
 NAMES = {"lightning_attention": "lightning", "dplr_delta_rule": "dplr"}
 """Recurrences that tables call by another name."""
-KEYWORDS = {"rwkv7": (("scale", 1.0),), "ttt_linear": (("mini_batch", 16),)}
-"""Arguments that a peer has no choice of."""
+KEYWORDS = {"rwkv7": (("scale", 1.0), ("lower_bound", -0.61)), "ttt_linear": (("mini_batch", 16),)}
+"""Arguments that a peer has no choice of, and what is known of a gate."""
 BOUNDED = ("rwkv7", "dplr_delta_rule")
 """Recurrences whose log-decays are above -0.6, as RWKV-7's are."""
 STEPS = ("simple_gla", "gla", "gated_delta_rule", "kda", "rwkv7")

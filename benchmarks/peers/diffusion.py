@@ -1,8 +1,9 @@
 """The peers of ``ring-la bench diffusion``: Diffusers' own context parallelism, and the transformers of xDiT 0.7.
 
-xDiT's are its wrappers of Diffusers' classes, given its runtime's state as its runners make it. It needs CUDA, and its
-packages (xfuser, yunchang, distvae, av, numba): an arm that lacks one says which. Written from its code at 175e0bf; it
-has not run here.
+xDiT's are its wrappers of Diffusers' classes, given its runtime's state as its runners make it. It needs CUDA, and the
+packages xfuser, yunchang and distvae: an arm that lacks one says which. Written from its code at 175e0bf. On CPUs, with
+PyTorch told that there is a GPU and its kernel named "SDPA", Flux, Qwen-Image and Wan of tiny shape are one process's
+under its Ulysses on two ranks (2e-7); its HunyuanVideo is 4 % off.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from ring_la.errors import ArgumentError, UnsupportedError
 
 PEERS = ("diffusers_ulysses", "diffusers_ring", "diffusers_usp", "diffusers_ulysses_anything")
 XDIT = ("xdit_ulysses", "xdit_ring", "xdit_usp")
+
+WORDS = {"flux": 512, "qwen": 256, "wan": 512, "hunyuan_video": 256}
+"""Tokens of text that its runners say before a run, as `SHAPES` draw them."""
 
 WRAPPERS = {
     "flux": ("transformer_flux", "xFuserFlux1Transformer2DWrapper", "FluxPipeline"),
@@ -61,6 +65,7 @@ def xdit_model(model: str, arm: str, ranks: int, on_cuda: bool) -> Callable[...,
     xfuser = importlib.import_module("xfuser")
     parallel = importlib.import_module("xfuser.core.distributed")
     state = importlib.import_module("xfuser.core.distributed.parallel_state")
+    runtime = importlib.import_module("xfuser.core.distributed.runtime_state")
     module, name, pipeline = WRAPPERS[model]
     kind = getattr(importlib.import_module(f"xfuser.model_executor.models.transformers.{module}"), name)
     if state.model_parallel_is_initialized():
@@ -75,6 +80,8 @@ def xdit_model(model: str, arm: str, ranks: int, on_cuda: bool) -> Callable[...,
         pipe.vae_scale_factor = pipe.vae_scale_factor_spatial = 8
         pipe.vae_scale_factor_temporal = 4
         parallel.initialize_runtime_state(pipe, config)
+        now = runtime.get_runtime_state()
+        now.max_condition_sequence_length, now.split_text_embed_in_sp = WORDS[model], True
         return transformer
 
     return made

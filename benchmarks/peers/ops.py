@@ -91,7 +91,33 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
 
         return chunk_log_linear_attn(x["q"], x["k"], x["v"], x["g"], x["lam"].to(x["q"].dtype), scale=1.0)[0]
 
+    def momentum(x: Inputs) -> Tensor:
+        from fla.ops.momentum_delta_rule import chunk_momentum_delta_rule
+
+        named = {{"g": "log_alpha", "mu": "log_mu"}.get(n, n): t for n, t in x.items()}
+        plain = dict(use_qk_l2norm_in_kernel=False, use_p_times_alpha=False)
+        return chunk_momentum_delta_rule(**named, **plain)[0]
+
+    def mesa(x: Inputs) -> Tensor:
+        from fla.ops.mesa_net import chunk_mesa_net
+
+        x = dict(x, lamb=x["lam"], q=x["q"] * x["q"].shape[-1] ** -0.5)  # it has no scale
+        return chunk_mesa_net(**{n: t for n, t in x.items() if n != "lam"})[0]
+
+    def shared(x: Inputs) -> Tensor:
+        if "s" in x:
+            from fla.ops.abc import chunk_abc
+
+            return chunk_abc(**x)[0]
+        from fla.ops.lightnet import chunk_lightnet
+
+        return chunk_lightnet(**x)[0]
+
     return {
+        "momentum_delta_rule": momentum,
+        "lightnet": shared,
+        "mesa_net": mesa,
+        "abc_attention": shared,
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
         "retention": lambda x: chunk_retention(**x)[0],
         "lightning": lambda x: chunk_lightning_attn(**x, layer_idx=0, num_layers=1)[0],

@@ -1,7 +1,8 @@
-"""The peer of ``ring-la bench scan``: fla-core, whose kernels take a context-parallel context."""
+"""The peers of ``ring-la bench scan``: fla-core and FlashQLA, whose kernels take a context-parallel context."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -34,3 +35,18 @@ def fla(name: str, T: int, group: Group | None) -> Callable[..., Tensor]:
 
     context = build_cp_context(torch.tensor([0, T * group.size], device=device), group=group.group)
     return lambda *x: op(*x, cp_context=context)[0]
+
+
+def flash_qla(T: int, group: Group | None) -> Callable[..., Tensor]:
+    """FlashQLA's gated delta rule, alone or under its context parallelism over `group`, whose ranks cut their tokens
+    further as it sees fit."""
+    from flash_qla import chunk_gated_delta_rule as op
+
+    if group is None:
+        return lambda *x: op(*x)[0]
+    from flash_qla.ops.gated_delta_rule.chunk import CHUNK_SIZE, build_cp_context
+
+    cu = torch.tensor([0, T * group.size], device=torch.device("cuda", torch.cuda.current_device()))
+    how = {"enable_inter": True, "enable_intra": True, "is_train": True, "chunk_size": CHUNK_SIZE}
+    context = functools.cache(lambda heads: build_cp_context(cu, group=group.group, num_v_heads=heads, **how))
+    return lambda *x: op(*x, cp_context=context(x[2].shape[2]))[0]

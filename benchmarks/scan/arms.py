@@ -7,8 +7,9 @@
     LASP-2 pattern             all_gather, likewise (Sun et al. 2025, arXiv 2502.07563; also FLA's exchange)
     Ulysses pattern            heads for sequence by an all-to-all, the local kernel on whole sequences, and back
     FLA local, FLA CP          fla-core's kernels alone and under its context parallelism, as shipped
+    FlashQLA local, FlashQLA CP     the same of Qwen's (gated delta rule)
 
-Every arm but FLA's runs the same kernels.
+Every arm but these runs the same kernels.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from ring_la.context import ContextParallel
 from ring_la.recurrences.retention import retention_decay
 from ring_la.scan import STRATEGIES, Chain, Cost, Exchange, Link, Scan
 
-from ..peers.scan import FLA, fla
+from ..peers.scan import FLA, fla, flash_qla
 
 HALF_LIVES = (16, 65536)
 """Tokens: half-lives of trained gates, log-uniform over the heads."""
 
-UNSPLIT = ("local", "alone", "FLA local")
+UNSPLIT = ("local", "alone", "FLA local", "FlashQLA local")
 """Arms that know nothing of other ranks: their result is not the whole sequence's."""
 
 Gates = Literal["trained", "none"]
@@ -204,6 +205,10 @@ class Team:
             out["FLA local"] = fla(name, T, None)
             if P > 1:
                 out["FLA CP"] = fla(name, T, self.group)
+        if name == "gated_delta_rule" and self.group.on_cuda and importlib.util.find_spec("flash_qla"):
+            out["FlashQLA local"] = flash_qla(T, None)
+            if P > 1:
+                out["FlashQLA CP"] = flash_qla(T, self.group)
         return {label: call for label, call in out.items() if not which or label.startswith(tuple(which))}
 
 

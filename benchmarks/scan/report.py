@@ -113,7 +113,7 @@ def line(row: dict[str, Any]) -> str:
     head = f"{row['op']:17}{row['gates']:8}P{row['P']} T{row['T']:<6} {row['what']:17}{row['mode']:6}"
     cells = []
     for label, ms in row["ms"].items():
-        bare = row["ms"].get("FLA local") if label == "FLA CP" else bound
+        bare = row["ms"].get(label.replace("CP", "local")) if label.endswith(" CP") else bound
         share = "" if bare is None or label in UNSPLIT else f" {bare / ms:.0%}"
         predicted = row.get("exchange_ms", {}).get(label) if row["what"] == "exchange" else None
         cells.append(f"{label} {ms:.3f}{share}" + ("" if predicted is None else f" (predicted {predicted:.3f})"))
@@ -144,7 +144,9 @@ def picture(rows: list[dict[str, Any]], path: Path, machine: dict[str, Any]) -> 
     lines = -(-len(panels) // columns)
     size = (7.5 * columns, 2.9 * lines + 0.8)
     figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", sharey=True)
-    shown = [n for n in dict.fromkeys(n for row in rows for n in row["ms"]) if n not in ("local", "FLA local")]
+    shown = [
+        n for n in dict.fromkeys(n for row in rows for n in row["ms"]) if n != "local" and not n.endswith(" local")
+    ]
     colours = {arm: plt.get_cmap("tab20")(i) for i, arm in enumerate(shown)}
     for axis in axes.flat[len(panels) :]:
         axis.remove()

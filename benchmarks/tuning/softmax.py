@@ -47,11 +47,13 @@ def calls(width: int, T: int, H: int) -> dict[str, Callable[[], None]]:
     o, lse = out.result()
     inputs = (q, k, v, do, lse, row_sums(do, o, None))
     dq, dk, dv = (torch.empty_like(q) for _ in range(3))
-    call = launch.Launcher(scores, pair, q, k, v, do)
+    call = launch.General(scores, pair, q, k, v, do)
     return {
         "FORWARD": lambda: call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse),
-        "BACKWARD_KEYS": lambda: call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv),
-        "BACKWARD_QUERIES": lambda: call.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq),
+        "BACKWARD_KEYS": lambda: call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv, dk),
+        "BACKWARD_QUERIES": lambda: call.over_queries(
+            kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq, dq
+        ),
     }
 
 

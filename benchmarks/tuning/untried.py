@@ -23,7 +23,7 @@ import torch
 
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
-from ring_la.kernels.spans import table
+from ring_la.kernels.wy import gdn_launches, one_launch
 
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
 from ..ops.measure import error, graph_times, host_microseconds, results
@@ -61,20 +61,57 @@ class Question:
     tokens: int = 512
 
 
-# -- decays per key channel ------------------------------------------------------------------------------------
+# -- one launch each way, and what it leaves for a backward ----------------------------------------------------------
 
 
-def kept(name: str) -> Question:
-    """Keys and queries weighed by decays again, where today they are kept for the backward."""
-    case = CASES[name]
-    arm = Arm("again", case.ours, ((table, "SAVED_WEIGHED", 0),))
-    shapes = "1x4096x16x128", "1x1024x32x128"
-    return Question(partial(inputs, case), case.truth, (Arm("today", case.ours), arm), shapes)
+def launched(forgets: bool) -> Question:
+    """GLA in chunks, which is today's, and in one launch each way. Of gates that do not forget, every fourth head's."""
+    case, arm = CASES["gla"], ((one_launch, "GLA_BY_LAUNCH", True),)
+
+    def draw(shape: Shape, device: str) -> Inputs:
+        x = inputs(case, shape, device)
+        g = x["g"].detach().clone()
+        if not forgets:
+            g[:, :, ::4] = 0
+        return x | {"g": g.requires_grad_()}
+
+    shapes = ("1x32768x32x128", "1x32768x8x128", "1x8192x32x128", "1x2048x32x128", "8x4096x16x128")
+    arms = Arm("today", case.ours), Arm("one launch", case.ours, arm)
+    return Question(draw, case.truth, arms, shapes if forgets else shapes[:2])
+
+
+def kept() -> Question:
+    """What a gated delta rule's chunks leave for its backward, up to 3 GiB, which is today's, and 1.5."""
+    case = CASES["gdn_qwen"]
+    arm = Arm("1.5 GiB", case.ours, ((gdn_launches, "KEPT", 3 * 2**29),))
+    return Question(
+        partial(inputs, case), case.truth, (Arm("today", case.ours), arm), ("1x32768x16:48x128", "1x32768x16:64x128")
+    )
+
+
+def uneven() -> Question:
+    """A gated delta rule's rows cut into equal spans, which is today's, and with a longer one that goes over its tokens
+    once."""
+    case, arm = CASES["gdn_qwen"], ((gdn_launches, "UNEVEN", True),)
+    shapes = ("1x2048x16:32x128", "1x2048x8:24x128", "1x4096x16:32x128", "1x8192x16:32x128", "1x2048x4:16x128")
+    arms = Arm("today", case.ours), Arm("uneven", case.ours, arm)
+    return Question(partial(inputs, case), case.truth, arms, shapes, tokens=2048)
+
+
+def rwkv7() -> Question:
+    """RWKV-7 in chunks, which is today's, and in one launch each way, which a bound of its gate allows."""
+    case = CASES["rwkv7"]
+    arms = Arm("today", case.ours), Arm("one launch", case.ours, ((one_launch, "DPLR_BY_LAUNCH", True),))
+    shapes = "1x32768x32x128", "1x8192x32x128", "1x32768x8x128", "8x4096x16x128"
+    return Question(partial(inputs, case), case.truth, arms, shapes)
 
 
 QUESTIONS = {
-    "gla": kept("gla"),
-    "rwkv7": kept("rwkv7"),
+    "gla": launched(forgets=True),
+    "rwkv7": rwkv7(),
+    "gla_slow": launched(forgets=False),
+    "gdn_kept": kept(),
+    "gdn_uneven": uneven(),
 }
 
 

@@ -5,6 +5,8 @@
     linear   linear: the same for a matrix product, without a graph of its own for every block
     sums     sums over blocks, tokens and ranks, exact and so of the same bits in any order
     lookup   embedding, and the sum of a loss over tokens
+    switch   whether all blocks of a rank are one launch of kernels of which a row's bits do not depend on the others
+    together norms, gates and the short convolution so
 
 The rule all of it follows: one block is always computed by the same operations on tensors of the same shapes, filled up
 with zeros, so the choices a library makes by shape, alignment and place cannot differ; and what blocks give to a shared
@@ -14,7 +16,24 @@ gradient is added exactly.
 from .blocks import BLOCK, blocks_of, fixed
 from .linear import linear
 from .lookup import embedding, token_sum
-from .rows import by_block, led_by_block
+from .rows import AT_ONCE, by_block, led_by_block
 from .sums import exact_sum
+from .switch import at_once, by_element
+from .together import convolve_at_once, norm_at_once
 
-__all__ = ["BLOCK", "blocks_of", "by_block", "embedding", "exact_sum", "fixed", "led_by_block", "linear", "token_sum"]
+__all__ = [
+    "AT_ONCE",
+    "BLOCK",
+    "at_once",
+    "blocks_of",
+    "by_block",
+    "by_element",
+    "convolve_at_once",
+    "embedding",
+    "exact_sum",
+    "fixed",
+    "led_by_block",
+    "linear",
+    "norm_at_once",
+    "token_sum",
+]

@@ -11,13 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import first_derivative_only, outside_graphs
 from ..context import ShardedLayout
 from .blocks import BLOCK, blocks_of, filled, fixed, together
-from .sums import OF_BLOCKS, exact_sum, largest, part_of, power_above, rounded
+from .sums import OF_BLOCKS, OF_TOKENS, exact_sum, largest, part_of, power_above, rounded
+from .switch import by_length, halves, places_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: ShardedLayout | None) -> Tensor:
@@ -43,6 +45,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, layout: ShardedLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.layout, ctx.has_bias, ctx.way_back = layout, bias is not None, layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(x, weight)
+        if halves(x, weight):
+            from ..kernels.fixed.product import row_product  # needs Triton
+
+            return row_product(x, weight, bias, transposed=True)
         with torch.autocast(x.device.type, enabled=False):
             parts = [F.linear(filled(x, b, s, e)[0], weight, bias)[: e - s] for b, s, e in _places(x, layout)]
         return together(parts, x.shape[0], x.shape[1], x.new_empty(0, 0, len(weight)))
@@ -56,6 +62,8 @@ class _Linear(torch.autograd.Function):
         dx = dweight = dbias = None
         if need_weight or need_bias:
             ctx.way_back()
+        if halves(x, weight):
+            return None, *_at_once(dy.to(x.dtype), x, weight, ctx)
         if need_x:
             dx = together([(filled(dy, *p)[0] @ weight)[: p[2] - p[1]] for p in places], x.shape[0], x.shape[1], x)
         if need_weight:
@@ -65,6 +73,38 @@ class _Linear(torch.autograd.Function):
             like = weight.new_empty(len(weight))
             dbias = part_of(exact_sum(torch.stack(rows) if rows else like[None][:0], layout), layout, like)
         return None, dx, dweight, dbias
+
+
+def _at_once(dy: Tensor, x: Tensor, weight: Tensor, ctx: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients by a launch each, of tensors of two bytes."""
+    from ..kernels.fixed.product import row_product  # needs Triton
+
+    _, need_x, need_weight, need_bias = ctx.needs_input_grad
+    dx = row_product(dy, weight) if need_x else None
+    dweight = _weight_at_once(dy, x, weight, ctx.layout) if need_weight else None
+    dbias = None
+    if ctx.has_bias and need_bias:
+        like = weight.new_empty(len(weight))
+        dbias = part_of(exact_sum(dy.flatten(0, 1), ctx.layout, OF_TOKENS), ctx.layout, like)
+    return dx, dweight, dbias
+
+
+def _weight_at_once(dy: Tensor, x: Tensor, weight: Tensor, layout: ShardedLayout) -> Tensor:
+    """This rank's part of ``Σ dyᵀ x``: blocks' products, added exactly as they are formed (`fixed.weight`)."""
+    from ..kernels.fixed.weight import FEW, block_sums, largest_norms  # needs Triton
+
+    batch, comm = x.shape[0], layout.cp.comm
+    places = places_of(layout, batch)
+    dy, x = dy.flatten(0, 1), x.flatten(0, 1)
+    norms, behind = largest_norms(dy, x, places)
+    if comm.size > 1:
+        norms = comm.all_reduce(norms, dist.ReduceOp.MAX).wait()
+    tensors = dy, x, by_length(layout, batch), norms, norms[behind:]
+    if comm.size == 1:
+        return block_sums(*tensors, weight.dtype)
+    blocks = batch * (layout.seq_len // BLOCK + layout.num_documents)  # of all ranks, at most
+    whole = comm.all_reduce(block_sums(*tensors, torch.float32 if blocks <= FEW else torch.float64)).wait()
+    return part_of(whole.to(torch.float32), layout, weight)
 
 
 def _places(x: Tensor, layout: ShardedLayout) -> list[tuple[int, int, int]]:

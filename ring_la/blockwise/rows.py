@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ..errors import ArgumentError, describe_tensor
 from .blocks import blocks_of, filled, fixed, together
 from .linear import linear
 from .sums import exact_sum, part_of
+from .switch import at_once
 
 
 def by_block(
@@ -54,7 +56,24 @@ def by_block(
         return x[0]
     if isinstance(fn, nn.Linear) and type(fn) is nn.Linear:
         return linear(x[0], fn.weight, fn.bias, layout=layout)
+    if at_once(x[0]):
+        if getattr(fn, "by_element", False) and not any(t is not None and t.requires_grad for t in shared):
+            return _as_it_is(fn, *x, *shared)
+        together = AT_ONCE.get(fn if isinstance(fn, FunctionType) else type(fn))
+        if together is not None:
+            return together(fn, layout, *x, *shared)
     return _apart(BlockwiseCall(fn, layout, len(x), len(shared)), *x, *shared, *_parameters(fn, module))
+
+
+@outside_graphs
+def _as_it_is(fn: Callable[..., Any], *x: Any) -> Any:
+    """A call that no compiler fuses with others: it would contract products and sums that are apart here."""
+    return fn(*x)
+
+
+AT_ONCE: dict[Any, Callable[..., Any]] = {}
+"""Of functions, and of modules by their class: ``(fn, layout, *x, *shared)`` for all tokens in a few launches, each row
+with bits of its own, and gradients of what is shared summed exactly. `at_once` says when."""
 
 
 def _check(x: Sequence[object], layout: ShardedLayout) -> None:

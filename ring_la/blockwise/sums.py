@@ -12,16 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..context import ShardedLayout
+from .switch import at_once
 
 OF_BLOCKS, OF_TOKENS = 16, 24
 """Headroom: the logarithms of how many blocks, or tokens, a sum may have. What is left keeps 36 or 28 bits."""
 
 
 def power_above(x: Tensor) -> Tensor:
-    """The power of two above each of ``x ≥ 0``, fp64; 1 for 0."""
+    """The power of two above each of ``x ≥ 0``, fp64; 1 for 0, and inf or NaN for what is not finite."""
     x = x.to(torch.float64)
     mantissa, _ = torch.frexp(x)
-    return torch.where(x > 0, 2 * (x / torch.where(x > 0, mantissa, 1)), 1.0)
+    return torch.where(x == 0, 1.0, 2 * (x / torch.where(x > 0, mantissa, 1)))
 
 
 def largest(x: Tensor, layout: ShardedLayout) -> Tensor:
@@ -39,6 +40,8 @@ def rounded(x: Tensor, top: Tensor, headroom: int) -> Tensor:
 def exact_sum(x: Tensor, layout: ShardedLayout, headroom: int = OF_BLOCKS) -> Tensor:
     """The sum over the first dimension of ``x [n, …]`` and over the ranks, fp64 on every rank; of fp64 numbers with
     what their rounding leaves. Collective."""
+    if at_once(x) and x.dtype != torch.float64:
+        return _by_kernels(x.reshape(len(x), x.shape[1:].numel()), layout, headroom).view(x.shape[1:])
     top = power_above(largest(x, layout))
     near = rounded(x, top, headroom)
     if x.dtype != torch.float64:
@@ -46,6 +49,17 @@ def exact_sum(x: Tensor, layout: ShardedLayout, headroom: int = OF_BLOCKS) -> Te
     rest = rounded(x - near, top * 2.0 ** (headroom - 52), headroom)
     coarse, fine = layout.cp.comm.all_reduce(torch.stack([near.sum(0), rest.sum(0)])).wait()
     return coarse + fine
+
+
+def _by_kernels(x: Tensor, layout: ShardedLayout, headroom: int) -> Tensor:
+    """The same of ``x [n, D]``, in a launch or two."""
+    from ..kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # needs Triton
+
+    comm = layout.cp.comm
+    if comm.size == 1:
+        return whole_sums(x, headroom)
+    top = comm.all_reduce(largest_of_columns(x), dist.ReduceOp.MAX).wait()
+    return comm.all_reduce(column_sums(x, top, headroom)).wait()
 
 
 def part_of(whole: Tensor, layout: ShardedLayout, like: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-disk", type=amount, default=0, help="MiB on disk for those that leave the host's (0)")
     parser.add_argument("--keep-folder", help="where on disk: a folder that all ranks see, of this server alone")
     parser.add_argument(
-        "--capture", action="store_true", help="a step of decoding as one CUDA graph (which has not run on GPUs yet)"
+        "--capture", action="store_true", help="a step of decoding as one CUDA graph, where the model can (on GPUs)"
     )
     parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
     parser.add_argument("--drain", type=amount, default=5, help="seconds for requests under way once it is to stop")

@@ -15,7 +15,14 @@ from ..algebra import Affine
 from ..errors import UnsupportedError
 from ..models import HybridConfig
 from ..models.block import ResidualBlock
-from ..nn import Attention, MixtureOfExperts, MultiheadLatentAttention, NativeSparseAttention
+from ..nn import (
+    Attention,
+    DeepSeekSparseAttention,
+    MixtureOfBlockAttention,
+    MixtureOfExperts,
+    MultiheadLatentAttention,
+    NativeSparseAttention,
+)
 from .transitions import TRANSITIONS
 
 RECURRENCES = {
@@ -23,7 +30,7 @@ RECURRENCES = {
     "hgrn2": "gla", "mamba2": "simple_gla", "deltanet": "delta_rule", "gdn": "gated_delta_rule", "kda": "kda",
     "rwkv7": "kda", "comba": "gated_delta_rule", "gdn2": "kda", "gated_delta_product": "gated_delta_rule",
     "mlstm": "simple_gla", "rwkv6": "gla", "hgrn": "simple_gla", "gsa": "gla", "mamba3": "simple_gla",
-    "ttt": "delta_rule",
+    "ttt": "delta_rule", "preconditioned_gdn": "gated_delta_rule", "preconditioned_kda": "kda",
 }  # fmt: skip
 """Layer: the recurrence of `ring-la bench scan` whose rate stands for it (the same rule, or the next dearer one)."""
 PROBE = 128
@@ -105,6 +112,8 @@ def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
     else:
         mlp = _saved(block.mlp, config.dim)
     layer, norm = block.layer, _saved(block.layer_norm, config.dim)
+    if isinstance(layer, (NativeSparseAttention, DeepSeekSparseAttention, MixtureOfBlockAttention)):
+        raise UnsupportedError("layers", "layers whose rates were measured", repr(name), "Chosen keys have none yet")
     if isinstance(layer, Attention):
         heads, width = layer.num_heads, layer.widths[0] // layer.num_heads
         saved = 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
@@ -117,8 +126,6 @@ def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
         saved = 2 * (config.dim + down + 2 * heads * K + 2 * latent + heads * V)
         width = (K + V) // 2
         return BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, 2 * latent)
-    if isinstance(layer, NativeSparseAttention):
-        raise UnsupportedError("layers", "layers whose rates were measured", repr(name), "Chosen keys have none yet")
     x = torch.empty(1, 1, config.dim, device="meta", dtype=torch.bfloat16)
     _, heads, K, V = layer(x, output_state=True).state.recurrent.shape
     return BlockWork(name, parameters, multiplied, _saved(layer, config.dim), mlp, norm, RECURRENCES[name], heads, K, V)

@@ -22,7 +22,7 @@ from . import sharing
 from .agreement import Agreement
 from .lookout import look_out
 from .members import JobStore, Members
-from .memory import GroupMemory
+from .memory import GroupMemory, TakenInTurns
 from .pending import Pending
 from .streams import MessageStreams
 from .symmetric import SymmetricTransport
@@ -45,6 +45,7 @@ class Group(Members):
     Attributes:
         agreement: compares what ranks must agree on. watch: names the peer behind a failure.
         streams: on which stream messages run. memory: memory of all ranks for large tensors.
+        turns: the same twice, for uses that follow each other without a barrier.
         transport: the `Transport` in use.
         mailboxes: memory that kernels reach each other through, for those that send by themselves; None: none.
         name: a number that no other group has, the same on all its ranks.
@@ -64,6 +65,7 @@ class Group(Members):
             look_out(self.agreement.calls, self.group.abort)
         self.streams = MessageStreams(self)
         self.memory = GroupMemory(self, self.watch)
+        self.turns = TakenInTurns(lambda: GroupMemory(self, self.watch))
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.transport: Transport = by_torch

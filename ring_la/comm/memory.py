@@ -7,7 +7,7 @@ what it should have brought is NaN, and the next use of the memory raises a `Pee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
@@ -135,6 +135,7 @@ class GroupMemory:
     def __init__(self, members: Members, watch: PeerWatch) -> None:
         self._members, self._watch = members, watch
         self.current: Memory | None = None
+        self._in_graphs: list[Memory] = []
 
     def of(self, size: int) -> Memory:
         """Memory of at least `size` bytes. Collective when it must grow.
@@ -150,10 +151,16 @@ class GroupMemory:
                 torch.cuda.synchronize(self._members.device)  # nobody copies from the old one any more
             self.current = None
             memory = self.current = Memory.open(self._members, max(1 << 20, size))
+        if self._capturing() and memory not in self._in_graphs:
+            self._in_graphs.append(memory)  # replays reach it by its address
         return memory
+
+    def _capturing(self) -> bool:
+        return self._members.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def release(self) -> None:
         """Give the memory back; the next use makes it anew. Every rank calls, and no CUDA graph may use it."""
+        self._in_graphs.clear()
         if self.current is not None:
             self.current = None
             torch.cuda.synchronize(self._members.device)
@@ -162,6 +169,33 @@ class GroupMemory:
     def held(self) -> int:
         """Bytes held so, which PyTorch's allocator does not count."""
         return 0 if self.current is None else self.current.size
+
+
+class TakenInTurns:
+    """Two memories that uses take in turns, without a barrier behind each: what a rank brings into the second says that
+    it has read the first. So in every use each rank must bring something to each other.
+
+    Args:
+        make: makes the memory that is kept with a group.
+
+    Attributes:
+        open: ends a use that has begun and whose end never came (an error in between); None: there is none.
+    """
+
+    def __init__(self, make: Callable[[], GroupMemory]) -> None:
+        self._both, self._next = (make(), make()), 0
+        self.open: Callable[[], None] | None = None
+
+    def of(self, size: int, first: bool) -> Memory:
+        """The memory of the next use, of at least `size` bytes. Collective when it must grow. `first`: of some in a
+        row, which a CUDA graph may repeat behind others: all ranks' streams meet."""
+        if self.open is not None:
+            self.open()
+        memory = self._both[self._next].of(size)
+        self._next = 1 - self._next
+        if first:
+            memory.meet()
+        return memory
 
 
 def cut(memory: Tensor, first: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:

@@ -87,7 +87,7 @@ class ShardedLayout(AgreedLayout):
         self._agree_on_tokens("targets", ids, dim, ("ignore_index", ignore_index), name="ids", check=check)
         route = self.route("targets", lambda: [self.successors(r) for r in range(self.world_size)])
         following = route(ids, dim)
-        last = (self.successors(self.rank) < 0).to(ids.device)
+        last = self.kept(Tensor, lambda: (self.successors(self.rank) < 0).to(ids.device), "last", ids.device)
         shape = [1] * ids.dim()
         shape[dim] = -1
         return following.masked_fill(last.view(shape), ignore_index)

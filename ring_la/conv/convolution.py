@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only, outside_graphs, refuse_transforms
-from ..blockwise import fixed, led_by_block
+from ..blockwise import at_once, convolve_at_once, fixed, led_by_block
 from ..checks import check_flag
 from ..context import ShardedLayout
 from ..context.handle import found
@@ -179,6 +179,8 @@ def _by_block(
         return plain_convolve(x, weight, bias, lead[:, None], None, silu, False)[0]
 
     lead, ends = block_leads(x, weight.shape[1] - 1, initial, layout)
+    if at_once(x):
+        return convolve_at_once(x, lead, weight, bias, silu, layout), ends
     return led_by_block(convolved, x, lead, layout, (weight, bias)), ends
 
 

@@ -33,7 +33,8 @@ def block_index(
     """The `topk` blocks that the queries of each key head read, the one they stand in first.
 
     Args:
-        q: ``[B, T, H, K]``. k: ``[B, T, Hk, K]``; query heads of a key head choose together, by their scores' sum.
+        q: ``[B, T, H, K]``. k: ``[B, T, Hk, K]``; query heads of a key head choose together, by their scores' sum. On
+            one device k may be of more tokens, of which the queries are the last.
         size: tokens of a block. topk: blocks that a query reads.
         layout: how the sequence is split; block means go to every rank. Collective.
         cu_seqlens: documents on one device.
@@ -48,7 +49,9 @@ def block_index(
     _check_counts(size, topk)
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
         raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
-    rows = Rows.of(q, layout, cu_seqlens)
+    if k.shape[1] != q.shape[1] and (layout is not None or cu_seqlens is not None or k.shape[1] < q.shape[1]):
+        raise ArgumentError("k", f"as many tokens as q, {q.shape[1]}", k.shape[1])
+    rows = Rows.of(q, layout, cu_seqlens, k if layout is None else None)
     blocks = Blocks.of(size, rows)
     means = blocks.means(k)
 
@@ -182,7 +185,10 @@ class Blocks:
         """The mean key of each block on every rank, wide ``[B, blocks, Hk, K]``: each rank adds up what it has."""
         wide = torch.promote_types(k.dtype, torch.float32)
         sums = torch.zeros(k.shape[0], len(self), *k.shape[2:], dtype=wide, device=k.device)
-        sums.index_add_(1, self.own, k.to(wide))
+        own = self.own
+        if k.shape[1] != len(own):  # queries are the last tokens alone
+            own = torch.searchsorted(self.first, torch.arange(k.shape[1], device=k.device), right=True) - 1
+        sums.index_add_(1, own, k.to(wide))
         if self.rows.layout is not None:
             sums = self.rows.layout.cp.comm.all_reduce(sums).wait()
         return sums / (self.end - self.first)[:, None, None]

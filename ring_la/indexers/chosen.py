@@ -53,11 +53,12 @@ class Rows:
         self.tokens, self.starts = self.last.to(device), starts.to(device)
 
     @classmethod
-    def of(cls, x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Rows:
-        """Those of a tensor ``[B, T, …]``; made once a layout."""
+    def of(cls, x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None, keys: Tensor | None = None) -> Rows:
+        """Those of a tensor ``[B, T, …]``; made once a layout. On one device the last ones of longer `keys`."""
 
         def make() -> Rows:
-            return cls(x.shape[1], layout, cu_seqlens, x.device)
+            total = x.shape[1] if keys is None else keys.shape[1]
+            return cls(total, layout, cu_seqlens, x.device, None if total == x.shape[1] else x.shape[1])
 
         return layout.kept(cls, make) if isinstance(layout, ShardedLayout) else make()
 
@@ -81,30 +82,30 @@ def best(
         key numbers for places.
     """
     B, heads = shape
-    chunk, parts = min(max(1, CHUNK // each), keys), []
+    chunk, out = min(max(1, CHUNK // each), keys), None
     n = max(1, SCORES // (chunk * B * heads * each))
     for a in range(0, len(ends), n):
         strip = slice(a, min(a + n, len(ends)))
         found: tuple[Tensor, Tensor] | None = None
         for first in range(0, int(ends[strip].max()), chunk):
             s = score(strip, slice(first, min(first + chunk, keys)))
-            s, at = s.topk(min(topk, s.shape[-1]), -1)
+            s, at = s.topk(min(topk, s.shape[-1]), -1, sorted=False)
             at = (at + first).int()
             if found is not None:
                 s, at = torch.cat([found[0], s], -1), torch.cat([found[1], at], -1)
-                s, order = s.topk(min(topk, s.shape[-1]), -1)
+                s, order = s.topk(min(topk, s.shape[-1]), -1, sorted=False)
                 at = at.gather(-1, order)
             found = s, at
-        parts.append(_padded(*found, topk))  # type: ignore[call-arg]
-    if not parts:
-        none = score(slice(0, 0), slice(0, 1)).expand(-1, -1, -1, topk)
-        return Chosen(none.int(), none)
-    scores, places = (torch.cat(x, 1) for x in zip(*parts))
-    return Chosen(torch.where(torch.isneginf(scores), -1, places), scores)
+        assert found is not None  # a row may choose itself
+        out = _none(found[0], len(ends), topk) if out is None else out
+        s, order = found[0].sort(-1, descending=True)  # once, not for every chunk of keys
+        m = s.shape[-1]
+        out.scores[:, strip, :, :m] = s
+        out.places[:, strip, :, :m] = found[1].gather(-1, order).masked_fill_(torch.isneginf(s), -1)
+    return _none(score(slice(0, 0), slice(0, 1)), 0, topk) if out is None else out
 
 
-def _padded(scores: Tensor, places: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Both with `topk` columns."""
-    missing = (0, topk - scores.shape[-1])
-    pad = torch.nn.functional.pad
-    return pad(scores, missing, value=-torch.inf), pad(places, missing, value=-1)
+def _none(scores: Tensor, rows: int, topk: int) -> Chosen:
+    """No choice yet for so many rows, of heads like those of ``scores [B, n, heads, m]``."""
+    shape = len(scores), rows, scores.shape[2], topk
+    return Chosen(scores.new_full(shape, -1, dtype=torch.int32), scores.new_full(shape, -torch.inf))

@@ -17,10 +17,15 @@ from torch import Tensor
 from ..autograd import first_derivative_only
 from ..context import ShardedLayout
 from ..errors import ArgumentError
+from ..softmax.products import product
 from .chosen import Chosen, Rows, best
 
 NUMBERS = 1 << 24
-"""Numbers of chosen keys that exist at once in the loss."""
+"""Numbers of chosen keys that exist at once in the loss, on a CPU."""
+ON_GPUS = 1 << 28
+"""The same on a GPU, which many small strips would leave idle."""
+TAKEN = "torch"
+"""What forms scores on a GPU where nothing is named: `python -m benchmarks.chosen` times both."""
 
 
 @torch.no_grad()
@@ -37,7 +42,8 @@ def lightning_index(
     """The `topk` tokens each query reads.
 
     Args:
-        q: ``[B, T, Hi, D]``, rotated. k: ``[B, T, D]``, one for all heads, rotated. w: ``[B, T, Hi]``, scales included.
+        q: ``[B, T, Hi, D]``, rotated. k: ``[B, T, D]``, one for all heads, rotated; on one device also of more tokens,
+            of which the queries are the last. w: ``[B, T, Hi]``, scales included.
         layout: how the sequence is split; index keys go to every rank. Collective.
         cu_seqlens: documents on one device.
         backend: what forms scores: "torch", which None takes, or "triton", one kernel on CUDA, right on an
@@ -49,28 +55,30 @@ def lightning_index(
     Raises:
         ArgumentError: by the name of the argument.
     """
-    _check(q, k, w)
+    _check(q, k, w, longer=layout is None and cu_seqlens is None)
     if not isinstance(topk, int) or topk < 1:
         raise ArgumentError("topk", "an int ≥ 1", repr(topk))
     if backend not in (None, "torch", "triton"):
         raise ArgumentError("backend", "None, torch or triton", repr(backend))
-    rows, form = Rows.of(q, layout, cu_seqlens), index_scores
-    if backend == "triton":
+    rows, form, formed = Rows.of(q, layout, cu_seqlens, k if layout is None else None), index_scores, q.shape[2]
+    if backend == "triton" or (backend is None and q.is_cuda and TAKEN == "triton" and q.dtype != torch.float64):
         from .scores_kernel import scores as form  # needs Triton
+
+        formed = 1  # heads are summed where they are formed
     keys = rows.gather(k)
 
     def score(strip: slice, some: slice) -> Tensor:
         where = rows.tokens[strip], rows.starts[strip], some.start
         return form(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
 
-    return best(score, rows.total, rows.last + 1, (q.shape[0], q.shape[2]), topk)
+    return best(score, rows.total, rows.last + 1, (q.shape[0], formed), topk)
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
     """I, fp32 (fp64 for fp64) ``[B, n, m]``, of queries at `tokens` in documents that begin at `starts`, and of keys
     that stand from `first` on; −∞ where a query may not choose."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    s = torch.relu_(q.to(wide).flatten(1, 2) @ k.to(wide).mT).unflatten(1, q.shape[1:3])  # [B, n, Hi, m]
+    s = torch.relu_(product(q.flatten(1, 2), k.mT)).unflatten(1, q.shape[1:3])  # [B, n, Hi, m]
     at, of, start = torch.arange(first, first + k.shape[1], device=q.device), tokens[:, None], starts[:, None]
     return (w.to(wide)[:, :, None] @ s)[:, :, 0].masked_fill_((at > of) | (at < start), -torch.inf)
 
@@ -124,18 +132,22 @@ class _Loss(torch.autograd.Function):
     def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows):
         wide = torch.promote_types(q.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=q.device)
-        dq, dk, dw = (torch.zeros_like(x, dtype=wide) for x in (q, k, w))
+        dq, dk, dw = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, w))  # dense: k was gathered
         (B, T, S), width = chosen.shape, k.shape[2] + attention_k.shape[2:].numel()
-        n = max(1, NUMBERS // max(1, B * S * width))
-        batch = torch.arange(B, device=q.device)[:, None, None]
+        n = max(1, (ON_GPUS if q.is_cuda else NUMBERS) // max(1, B * S * width))
+        batch = torch.arange(B, device=q.device)[:, None, None] * k.shape[1]
+        rows_k, rows_attention = (x.flatten(0, 1) for x in (k, attention_k))  # whole rows are gathered the fastest
         for a in range(0, T, n):
             some = slice(a, min(a + n, T))
             at = chosen[:, some].long()
             seen = (at >= rows.starts[some, None]) & (at <= rows.tokens[some, None])
             at = at.clamp(min=0)
-            p = _attended(attention_q[:, some], attention_k[batch, at], seen, scale, wide)
-            keys, q_, w_ = k[batch, at].to(wide), q[:, some].to(wide), w[:, some].to(wide)
-            raw = q_ @ keys.mT  # [B, n, Hi, S]
+            flat = (at + batch).flatten()
+            read = rows_attention.index_select(0, flat).unflatten(0, at.shape)
+            p = _attended(attention_q[:, some], read, seen, scale)
+            keys, q_, w_ = rows_k.index_select(0, flat).unflatten(0, at.shape), q[:, some], w[:, some].to(wide)
+            raw = product(q_.flatten(0, 1), keys.flatten(0, 1).mT).unflatten(0, at.shape[:2])  # [B, n, Hi, S]
+            keys, q_ = keys.to(wide), q_.to(wide)
             s = (w_[:, :, None] @ torch.relu(raw))[:, :, 0].masked_fill(~seen, -torch.inf)
             log = torch.where(seen, s - torch.logsumexp(s, -1, keepdim=True), 0.0)
             loss += (torch.xlogy(p, p) - p * log).sum()
@@ -143,7 +155,6 @@ class _Loss(torch.autograd.Function):
             dw[:, some] = (torch.relu(raw) * ds).sum(-1)
             draw = (raw > 0) * ds * w_[..., None]
             dq[:, some] = draw @ keys
-            flat = (at + batch * k.shape[1]).flatten()
             dk.view(-1, k.shape[2]).index_add_(0, flat, (draw.mT @ q_).flatten(0, 2))
         ctx.save_for_backward(dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype))
         return loss
@@ -154,21 +165,22 @@ class _Loss(torch.autograd.Function):
         return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 5
 
 
-def _attended(q: Tensor, k: Tensor, seen: Tensor, scale: float, wide: torch.dtype) -> Tensor:
+def _attended(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
     """p ``[B, n, S]``: how much attention gives each chosen key ``k [B, n, S, Hk, K]``, the mean of all heads."""
     B, n, _, K = q.shape
-    grouped = q.to(wide).view(B, n, k.shape[3], -1, K)
-    s = scale * grouped @ k.to(wide).permute(0, 1, 3, 4, 2)  # [B, n, Hk, G, S]
+    grouped = q.reshape(B * n * k.shape[3], -1, K)
+    s = scale * product(grouped, k.transpose(2, 3).flatten(0, 2).mT).unflatten(0, (B, n, -1))  # [B, n, Hk, G, S]
     s = s.masked_fill(~seen[:, :, None, None], -torch.inf)
     p = torch.exp(s - torch.logsumexp(s, -1, keepdim=True))
     return torch.where(seen, p.mean((2, 3)), 0.0)
 
 
-def _check(q: Tensor, k: Tensor, w: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, w: Tensor, longer: bool = False) -> None:
     if q.dim() != 4:
         raise ArgumentError("q", "[B, T, Hi, D]", list(q.shape))
     B, T, heads, D = q.shape
-    if list(k.shape) != [B, T, D]:
+    tokens = k.shape[1] if longer and k.dim() == 3 and k.shape[1] > T else T
+    if list(k.shape) != [B, tokens, D]:
         raise ArgumentError("k", f"[B, T, D] = [{B}, {T}, {D}]", list(k.shape))
     if list(w.shape) != [B, T, heads]:
         raise ArgumentError("w", f"[B, T, Hi] = [{B}, {T}, {heads}]", list(w.shape))

@@ -29,7 +29,7 @@ from ..comm import Group, Pending
 from ..context import ContextParallel
 from ..errors import UnsupportedError
 
-LEAST = 2**23
+LEAST = 2**26
 """Bytes from which a weight is sharded: each costs a token a message, which is more time than reading so many bytes."""
 
 

@@ -102,7 +102,7 @@ class Replay:
         self._places = 0
         self._fresh: list[Tensor] = []
         self._given: list[Tensor | None] = []
-        key: list[Hashable] = [rule, self._scale, use, v.device, one_launch.LEAST]
+        key: list[Hashable] = [rule, self._scale, use, v.device, one_launch.knobs()]
         given = ((q, dtype), (k, dtype), (v, dtype), (once(g), None), (beta, None), (a, dtype), (b, dtype))
         for x, to in (*given, (cu, torch.int32)):
             ready, known = self._bring(x, to)

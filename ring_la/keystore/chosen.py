@@ -1,4 +1,4 @@
-"""One token of each sequence over the keys it has chosen, which stay on the ranks that read them.
+"""One token of each sequence, or some, over the keys it has chosen, which stay on the ranks that read them.
 
     place of a key   its position in its sequence, the same on all ranks; a rank has those in the runs of its `Held`
     choice           each rank scores its own index keys and keeps its best; one all-gather of these, and all ranks keep
@@ -23,6 +23,8 @@ from .store import KeyRows, LayerKeys
 
 NUMBERS = 1 << 27
 """Numbers of chosen keys that exist at once, beside one sequence's."""
+SCORES = 1 << 24
+"""Scores of kept keys that exist at once, beside one token's."""
 
 
 class Whereabouts(NamedTuple):
@@ -96,9 +98,9 @@ def own_chosen(
     q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float, asking: Asking | None = None
 ) -> tuple[Tensor, Tensor]:
     """What this rank's keys give ``q [n, H, K]`` of those chosen ``[n, heads or 1, S]``: o ``[n, H, V]`` and lse
-    ``[n, H]``, wide. Without `asking` they are the last tokens of the sequences."""
+    ``[n, H]``, wide. Without `asking` they are the last tokens of the sequences, as many of each."""
     heads, key, value = state.size
-    asking = Asking.of(state.rows) if asking is None else asking
+    asking = Asking.of(state.rows, len(q) // len(state.rows)) if asking is None else asking
     each = chosen.shape[2] * block * heads * (key + value)
     n = max(1, NUMBERS // max(1, each))
     strips = [slice(a, a + n) for a in range(0, len(q), n)]
@@ -142,16 +144,17 @@ def gathered(state: LayerKeys, slab: Tensor, row: Tensor, dtype: torch.dtype) ->
 
 @torch.no_grad()
 def decode_index(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> Chosen:
-    """The tokens that the next token of each sequence reads, by DeepSeek-V3.2's lightning indexer
+    """The tokens that the last tokens of each sequence read, by DeepSeek-V3.2's lightning indexer
     (`ring_la.indexers.lightning_index`), over index keys that stay on their ranks. Collective.
 
     Args:
-        q: ``[N, 1, Hi, D]``, rotated; w: ``[N, 1, Hi]``, scales included: of the last token of each sequence, the same
-            on all ranks. state: index keys, of KeySize(1, D, 0); that token's are among them. topk: how many it reads.
+        q: ``[N, T, Hi, D]``, rotated; w: ``[N, T, Hi]``, scales included: of the last T tokens of each sequence, in
+            decoding one, the same on all ranks. state: index keys, of KeySize(1, D, 0); these tokens' are among them.
+        topk: how many one reads.
 
     Returns:
-        Chosen(places int32 ``[N, 1, 1, topk]``, positions in the sequence, the same on all ranks, −1 where there are
-        fewer; scores). Sent: ``2 · N · topk`` numbers to each other rank.
+        Chosen(places int32 ``[N, T, 1, topk]``, positions in the sequence, the same on all ranks, −1 where there are
+        fewer; scores). Sent: ``2 · N · T · topk`` numbers to each other rank.
 
     Raises:
         ArgumentError: by name.
@@ -159,85 +162,111 @@ def decode_index(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> Chosen:
     rows, (heads, key, value) = state.rows, state.size
     if heads != 1 or value:
         raise ArgumentError("state", "index keys: KeySize(1, D, 0)", state.size)
-    if not isinstance(q, Tensor) or q.dim() != 4 or (*q.shape[:2], q.shape[3]) != (len(rows), 1, key):
-        raise ArgumentError("q", f"[{len(rows)}, 1, heads, {key}]", describe_tensor(q))
+    if not isinstance(q, Tensor) or q.dim() != 4 or (len(q), q.shape[3]) != (len(rows), key):
+        raise ArgumentError("q", f"[{len(rows)}, T, heads, {key}]", describe_tensor(q))
     if not isinstance(w, Tensor) or w.shape != q.shape[:3]:
         raise ArgumentError("w", f"{list(q.shape[:3])}", describe_tensor(w))
     if not isinstance(topk, int) or topk < 1:
         raise ArgumentError("topk", "an int ≥ 1", repr(topk))
-    scores, places = _best_here(q[:, 0], w[:, 0], state, topk)
+    scores, places = _best_here(q, w, state, topk)
     comm = None if rows.store.cp is None else rows.store.cp.comm
     if comm is not None and comm.size > 1:
-        scores, places = (torch.cat([*comm.all_gather(x).wait()], 1) for x in (scores, places))
+        scores, places = (torch.cat([*comm.all_gather(x).wait()], -1) for x in (scores, places))
     scores, order = scores.topk(topk, -1)
-    places = torch.where(torch.isneginf(scores), -1, places.gather(1, order))
-    return Chosen(places[:, None, None].int(), scores[:, None, None])
+    places = torch.where(torch.isneginf(scores), -1, places.gather(-1, order))
+    return Chosen(places[:, :, None].int(), scores[:, :, None])
 
 
 def _best_here(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> tuple[Tensor, Tensor]:
-    """Of this rank's index keys the best of each sequence ``[N, topk]``: scores, −∞ where there are fewer; places."""
-    dtype, rows = wide(q.dtype), state.rows
-    scores = torch.full((len(q), topk), -torch.inf, dtype=dtype, device=q.device)
-    numbers = torch.zeros(len(q), topk, dtype=torch.int64, device=q.device)
+    """Of this rank's index keys the best of each token ``[N, T, topk]``: scores, −∞ where there are fewer; places."""
+    dtype, rows, (N, T) = wide(q.dtype), state.rows, q.shape[:2]
+    scores = torch.full((N, T, topk), -torch.inf, dtype=dtype, device=q.device)
+    numbers = torch.zeros(N, T, topk, dtype=torch.int64, device=q.device)
     for n, held in enumerate(rows.held):
-        parts = [state.views(span)[0][:, 0].to(dtype) for span in held.spans(0, held.here)]
-        if parts:
-            s = torch.cat([torch.relu(k @ q[n].to(dtype).mT) @ w[n].to(dtype) for k in parts])
-            best = s.topk(min(topk, len(s)))
-            scores[n, : len(best.values)], numbers[n, : len(best.indices)] = best
-    return scores, Whereabouts.of(rows).places_of(numbers)
+        if not held.here:
+            continue
+        keys = [state.views(span)[0][:, 0] for span in held.spans(0, held.here)]
+        for some in _strips(T, held.here * q.shape[2]):
+            parts = [_weighted(q[n, some].to(dtype), w[n, some].to(dtype), k.to(dtype)) for k in keys]
+            best = _not_after(torch.cat(parts, -1), n, some, T, rows).topk(min(topk, held.here), -1)
+            m = best.values.shape[-1]
+            scores[n, some, :m], numbers[n, some, :m] = best
+    places = Whereabouts.of(rows).places_of(numbers.flatten(1))
+    return scores, places.view(numbers.shape)
+
+
+def _weighted(q: Tensor, w: Tensor, k: Tensor) -> Tensor:
+    """Scores ``[t, m]`` of ``q [t, Hi, D]``, ``w [t, Hi]`` and ``k [m, D]``."""
+    return (w[:, None] @ torch.relu(q @ k.mT))[:, 0]
+
+
+def _not_after(s: Tensor, n: int, some: slice, T: int, rows: KeyRows) -> Tensor:
+    """Scores ``[t, here]`` of this rank's keys of sequence n, those behind a token out; one token more sees all."""
+    if T == 1:
+        return s
+    where, here = Whereabouts(*(x[n : n + 1] for x in Whereabouts.of(rows))), torch.arange(s.shape[1], device=s.device)
+    end = Asking.of(rows, T).end.view(-1, T)[n, some]
+    return s.masked_fill(where.places_of(here[None]) >= end[:, None], -torch.inf)
+
+
+def _strips(T: int, each: int) -> list[slice]:
+    """T tokens, each of so many scores, some at a time."""
+    n = max(1, SCORES // max(1, each))
+    return [slice(a, min(a + n, T)) for a in range(0, T, n)]
 
 
 @torch.no_grad()
 def decode_blocks(q: Tensor, state: LayerKeys, size: int, topk: int) -> Chosen:
-    """The blocks that the next token of each sequence reads, by their mean keys (MoBA, `ring_la.indexers.block_index`),
+    """The blocks that the last tokens of each sequence read, by their mean keys (MoBA, `ring_la.indexers.block_index`),
     over keys that stay on their ranks. Collective.
 
     A score is a mean of scores, ``Σ_h q_hᵀ m_n = mean_j (Σ_h q_h)ᵀ k_j``: each rank adds up those of its own keys, all
     of which it reads, and no mean is kept.
 
     Args:
-        q: ``[N, 1, H, K]``, the last token of each sequence, the same on all ranks. state: keys; that token's are among
-            them. size: tokens of a block. topk: blocks it reads, the one it stands in among them.
+        q: ``[N, T, H, K]``, the last T tokens of each sequence, in decoding one, the same on all ranks. state: keys;
+            these tokens' are among them. size: tokens of a block. topk: blocks one reads, its own among them.
 
     Returns:
-        Chosen(places int32 ``[N, 1, heads, topk]`` of the blocks' first tokens, the own one first, the same on all
-        ranks; scores), for `decode_attention` with ``block=size``. Sent: ``N · heads · blocks`` numbers to each other
-        rank.
+        Chosen(places int32 ``[N, T, heads, topk]`` of the blocks' first tokens, the own one first, the same on all
+        ranks; scores), for `decode_attention` with ``block=size``. Sent: ``N · T · heads · blocks`` numbers to each
+        other rank.
 
     Raises:
         ArgumentError: by name.
     """
     rows, (heads, key, _) = state.rows, state.size
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(rows), 1) or q.shape[2] % heads:
-        raise ArgumentError("q", f"[{len(rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
+    if not isinstance(q, Tensor) or q.dim() != 4 or len(q) != len(rows) or q.shape[2] % heads:
+        raise ArgumentError("q", f"[{len(rows)}, T, a multiple of {heads}, {key}]", describe_tensor(q))
     for name, n in (("size", size), ("topk", topk)):
         if not isinstance(n, int) or n < 1:
             raise ArgumentError(name, "an int ≥ 1", repr(n))
-    summed = q[:, 0].to(wide(q.dtype)).unflatten(1, (heads, -1)).sum(2)
+    summed = q.to(wide(q.dtype)).unflatten(2, (heads, -1)).sum(3)
     scores = _sums_by_block(summed, state, size)
     comm = None if rows.store.cp is None else rows.store.cp.comm
     if comm is not None and comm.size > 1:
         scores = comm.all_gather(scores).wait().sum(0)
-    own = (Asking.of(rows).end[:, None, None] - 1) // size
+    own = ((Asking.of(rows, q.shape[1]).end - 1) // size).view(len(rows), -1, 1, 1)
     at = torch.arange(scores.shape[-1], device=q.device)
     scores = (scores / size).masked_fill(at == own, torch.inf).masked_fill(at > own, -torch.inf)
     missing = (0, max(0, topk - scores.shape[-1]))
     scores, blocks = torch.nn.functional.pad(scores, missing, value=-torch.inf).topk(topk, -1)
     places = torch.where(torch.isneginf(scores), -1, blocks * size)
-    return Chosen(places[:, None].int(), scores[:, None])
+    return Chosen(places.int(), scores)
 
 
 def _sums_by_block(q: Tensor, state: LayerKeys, size: int) -> Tensor:
-    """Of this rank's keys ``q [N, heads, K]`` times each, added up by blocks ``[N, heads, blocks]``."""
+    """Of this rank's keys ``q [N, T, heads, K]`` times each, added up by blocks ``[N, T, heads, blocks]``. Of blocks
+    before a token's own all keys stand before it."""
     rows = state.rows
-    out = q.new_zeros(*q.shape[:2], -(-max(rows.lengths, default=0) // size))
+    out = q.new_zeros(*q.shape[:3], -(-max(rows.lengths, default=0) // size))
     most = max(held.here for held in rows.held)
     places = Whereabouts.of(rows).places_of(torch.arange(most, device=q.device).expand(len(q), -1).contiguous())
     for n, held in enumerate(rows.held):
-        parts = [torch.einsum("gk,mgk->gm", q[n], state.views(x)[0].to(q.dtype)) for x in held.spans(0, held.here)]
-        if parts:
-            out[n].index_add_(1, places[n, : held.here] // size, torch.cat(parts, 1))
+        keys = [state.views(span)[0].to(q.dtype) for span in held.spans(0, held.here)]
+        for some in _strips(q.shape[1], held.here * q.shape[2]) if keys else []:
+            parts = [torch.einsum("tgk,mgk->tgm", q[n, some], k) for k in keys]
+            out[n, some] = out[n, some].index_add(2, places[n, : held.here] // size, torch.cat(parts, 2))
     return out
 
 

@@ -38,33 +38,33 @@ def decode_attention(
     """Softmax attention of one token of each sequence to its keys on all ranks. Collective, without gradients.
 
     Args:
-        q: ``[N, 1, H, K]``, the last token of each sequence of `state`, the same on all ranks.
-        state: keys and values; that token's are among them.
+        q: ``[N, 1, H, K]``, the last token of each sequence of `state`, the same on all ranks; with a choice also the
+            last T, ``[N, T, H, K]``. state: keys and values; these tokens' are among them.
         scale: multiplies ``qᵀk``; None: K**-0.5. softcap: c > 0 caps scores at ±c; 0: none.
         window: earlier tokens a token sees; −1: all. sinks: ``[H]``, one more logit in each head's denominator.
         chosen: positions in its sequence of the keys that a token reads, each of the first of `block` keys; −1: none.
-            Int ``[N, 1, heads or 1, S]``, the same on all ranks, as `decode_index` gives them; no window and no softcap
+            Int ``[N, T, heads or 1, S]``, the same on all ranks, as `decode_index` gives them; no window and no softcap
             then. None: it sees all.
 
     Returns:
-        AttentionOutput(o ``[N, 1, H, V]`` in q's dtype, lse fp32 (fp64 for fp64) ``[N, H, 1]``). One message:
-        ``N · H · (V + 1)`` numbers in the dtype of lse to each other rank, whatever the sequences' lengths.
+        AttentionOutput(o ``[N, T, H, V]`` in q's dtype, lse fp32 (fp64 for fp64) ``[N, H, T]``). One message:
+        ``N · T · H · (V + 1)`` numbers in the dtype of lse to each other rank, whatever the sequences' lengths.
 
     Raises:
         ArgumentError: by name.
     """
-    _check_query(q, state)
+    _check_query(q, state, one=chosen is None)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     if chosen is None:
         o, lse = _own(q[:, 0], state, factor, softcap, window)
     else:
-        _check_choice(chosen, block, state, softcap, window)
-        o, lse = own_chosen(q[:, 0], state, chosen[:, 0], block, factor)
+        _check_choice(chosen, q.shape[1], block, state, softcap, window)
+        o, lse = own_chosen(q.flatten(0, 1), state, chosen.flatten(0, 1), block, factor)
     comm = None if state.rows.store.cp is None else state.rows.store.cp.comm
     if comm is not None and comm.size > 1:
         o, lse = merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
     o, lse = (o, lse) if sinks is None else _beside_sinks(o, lse, sinks)
-    return AttentionOutput(o[:, None].to(q.dtype), lse[..., None])
+    return AttentionOutput(o.unflatten(0, q.shape[:2]).to(q.dtype), lse.unflatten(0, q.shape[:2]).transpose(1, 2))
 
 
 @torch.no_grad()
@@ -82,12 +82,13 @@ def decode_latents(
     """`decode_attention` to latents (`ring_la.mla`, absorbed): every head reads one key ``[c_j ; r_j]``. Collective.
 
     Args:
-        q: ``[N, 1, H, D + R]``, in each head first what meets W_uk. state: latents, of KeySize(1, L + R, 0).
+        q: ``[N, 1, H, D + R]``, with a choice ``[N, T, H, D + R]``, in each head first what meets W_uk.
+        state: latents, of KeySize(1, L + R, 0).
         w_uk: ``[H, D, L]``. w_uv: ``[H, V, L]``. scale: None: (D + R)**-0.5. softcap, chosen, block: as in
             `decode_attention`.
 
     Returns:
-        AttentionOutput(o ``[N, 1, H, V]``, lse ``[N, H, 1]``). ``N · H · (L + R + 1)`` numbers to each other rank.
+        AttentionOutput(o ``[N, T, H, V]``, lse ``[N, H, T]``). ``N · T · H · (L + R + 1)`` numbers to each other rank.
 
     Raises:
         ArgumentError: by name.
@@ -101,19 +102,19 @@ def decode_latents(
     return AttentionOutput(torch.einsum("bthl,hvl->bthv", o[..., :L], w_uv), lse)
 
 
-def _check_query(q: object, state: LayerKeys) -> None:
-    heads, key, _ = state.size
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(state.rows), 1) or q.shape[2] % heads:
-        raise ArgumentError("q", f"[{len(state.rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
+def _check_query(q: object, state: LayerKeys, one: bool) -> None:
+    (heads, key, _), N = state.size, len(state.rows)
+    if not isinstance(q, Tensor) or q.dim() != 4 or len(q) != N or (one and q.shape[1] != 1) or q.shape[2] % heads:
+        raise ArgumentError("q", f"[{N}, {1 if one else 'T'}, a multiple of {heads}, {key}]", describe_tensor(q))
     if q.shape[3] != key:
         raise ArgumentError("q", f"{key} channels, as the keys have", q.shape[3])
 
 
-def _check_choice(chosen: object, block: object, state: LayerKeys, softcap: float, window: int) -> None:
+def _check_choice(chosen: object, T: int, block: object, state: LayerKeys, softcap: float, window: int) -> None:
     heads = state.size.heads
-    fits = isinstance(chosen, Tensor) and chosen.dim() == 4 and chosen.shape[:2] == (len(state.rows), 1)
+    fits = isinstance(chosen, Tensor) and chosen.dim() == 4 and chosen.shape[:2] == (len(state.rows), T)
     if not fits or not isinstance(chosen, Tensor) or chosen.shape[2] not in (1, heads) or chosen.is_floating_point():
-        raise ArgumentError("chosen", f"int [{len(state.rows)}, 1, {heads} or 1, S]", describe_tensor(chosen))
+        raise ArgumentError("chosen", f"int [{len(state.rows)}, {T}, {heads} or 1, S]", describe_tensor(chosen))
     if not isinstance(block, int) or block < 1:
         raise ArgumentError("block", "an int ≥ 1", repr(block))
     for name, given, none in (("softcap", softcap, 0.0), ("window", window, -1)):

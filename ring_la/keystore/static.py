@@ -129,19 +129,73 @@ class StaticKeys:
             self._carried = old._carried.new_zeros(self.rows.size, *old._carried.shape[1:])
             self._carried[:n] = old._carried
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, window: int = -1, scale: float | None = None) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int = -1,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """The new token of each row ``q [rows, 1, H, K]``, whose key and value are written, over all of its sequence on
-        all ranks: ``[rows, 1, H, V]``. One all-gather, as in `decode_attention`."""
-        rows, N, heads = self.rows, self.rows.rows, self.k.shape[1]
+        all ranks: ``[rows, 1, H, V]``. One all-gather, as in `decode_attention`. softcap, sinks: as in
+        `ring_la.attention`."""
+        keys, values = self._written(k, v)
+        scores = self._scores(q, keys) * (q.shape[3] ** -0.5 if scale is None else scale)
+        return self._attended(q, scores, values, window, softcap, sinks)
+
+    def decode_latents(
+        self,
+        q: Tensor,
+        turned: Tensor,
+        latent: Tensor,
+        rotary: Tensor,
+        window: int = -1,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """The same where keys are latents, which are the values, too, with rotary keys in the place of those.
+
+        Args:
+            q: in the space of latents ``[rows, 1, H, L]``. turned: its part that meets rotary keys ``[rows, 1, H, R]``.
+            latent, rotary: of the new token ``[rows, 1, 1, ·]``.
+
+        Returns:
+            ``[rows, 1, H, L]``, from which values are made.
+        """
+        latents, turns = self._written(latent, rotary)
+        scores = (self._scores(q, latents) + self._scores(turned, turns)) * scale
+        return self._attended(q, scores, latents, window, softcap, sinks)
+
+    def _written(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' and show those of the step ``[rows heads, columns, ·]``, views."""
+        rows, N = self.rows, self.rows.rows
         rows.put(self.k, k)
         rows.put(self.v, v)
-        keys, values = (x[:N, :, : rows.columns].flatten(0, 1) for x in (self.k, self.v))  # views
-        scores = product(q[:, 0].unflatten(1, (heads, -1)).flatten(0, 1), keys.mT)  # [N heads, groups, columns]
-        scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
+        keys, values = (x[:N, :, : rows.columns].flatten(0, 1) for x in (self.k, self.v))
+        return keys, values
+
+    def _scores(self, q: Tensor, keys: Tensor) -> Tensor:
+        """``q [rows, 1, H, ·]`` with the keys: ``[rows heads, H / heads, columns]``, wide."""
+        return product(q[:, 0].unflatten(1, (self.k.shape[1], -1)).flatten(0, 1), keys.mT)
+
+    def _attended(
+        self, q: Tensor, scores: Tensor, values: Tensor, window: int, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        """What the scores read, of all ranks."""
+        rows, N, heads = self.rows, self.rows.rows, self.k.shape[1]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~rows.seen(window).repeat_interleave(heads, 0)[:, None], -torch.inf)
         lse = scores.logsumexp(-1, keepdim=True)
         weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse))
         o, lse = (x.unflatten(0, (N, heads)).flatten(1, 2) for x in (product(weights, values), lse))
         if rows.ranks > 1 and rows.cp is not None:
-            o, _ = merged(rows.cp.comm.all_gather(torch.cat([o, lse], -1)).wait(), 0)
+            o, lse = merged(rows.cp.comm.all_gather(torch.cat([o, lse], -1)).wait(), 0)
+        if sinks is not None:  # a column of the softmax that has no value
+            lse = lse.reshape(*o.shape[:-1], 1)
+            o = o * torch.exp(lse - torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1)))
         return o[:, None].to(q.dtype)

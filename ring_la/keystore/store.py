@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -220,11 +220,13 @@ class LayerKeys(NamedTuple):
     """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks.
 
     heads: those it reads; None: all. Branches of a layer are kept side by side.
+    part: to read what stands in the places of keys, or of values, alone, as keys without values; None: both.
     """
 
     rows: KeyRows
     layer: int
     heads: slice | None = None
+    part: Literal["key", "value"] | None = None
 
     @property
     def length(self) -> Tensor:
@@ -235,16 +237,26 @@ class LayerKeys(NamedTuple):
     def size(self) -> KeySize:
         """What a token takes, in these heads."""
         size = self.rows.store.sizes[self.layer]
+        if self.part is not None:
+            size = KeySize(size.heads, size.key if self.part == "key" else size.value, 0)
         return size if self.heads is None else size._replace(heads=len(range(size.heads)[self.heads]))
 
     def of(self, heads: slice) -> LayerKeys:
         """Some of the heads, to read."""
         return self._replace(heads=heads)
 
+    def alone(self, part: Literal["key", "value"]) -> LayerKeys:
+        """What stands in the places of keys, or of values, to read."""
+        return self._replace(part=part)
+
     def memory(self, slab: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens of a slab, ``[tokens, heads, ·]``."""
         store, heads = self.rows.store, slice(None) if self.heads is None else self.heads
-        return store.k[self.layer][slab][:, heads], store.v[self.layer][slab][:, heads]
+        k, v = store.k[self.layer][slab][:, heads], store.v[self.layer][slab][:, heads]
+        if self.part is None:
+            return k, v
+        read = k if self.part == "key" else v
+        return read, read[..., :0]
 
     @property
     def carried(self) -> Tensor | None:

@@ -24,6 +24,7 @@ from ..kernels import Backward, Inputs
 from ..scan import MailboxBorder
 from .exchange import SplitCall, exchanged, exchanged_back
 from .states import entering_states, final_states, initial_gradient, leaving_gradients, without_rows
+from .states_in_order import goes_in_order, gradients_in_order, outputs_in_order
 
 
 class Finished(NamedTuple):
@@ -40,7 +41,12 @@ class Finished(NamedTuple):
 
 def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs) -> Finished:
     """The three moves on this rank's tokens, not recorded."""
-    layout, local = call.layout, call.local(inputs, call.mode)
+    layout = call.layout
+    if goes_in_order(call, inputs):
+        o, leaving, saved = outputs_in_order(call, initial_state, inputs)
+        last = _final(call, leaving, initial_state)
+        return Finished(o, last, None, (), (), tuple(saved), None)
+    local = call.local(inputs, call.mode)
     S0 = entering_states(layout, inputs, initial_state)
     _, size, border = call.crossing(inputs)
     border = border if local.crosses else None
@@ -54,10 +60,14 @@ def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs) -> Fi
     else:
         S0, summary, maps, sent = exchanged(call, local, S0, inputs)
         out = local.output(S0, summary)
-    final = None
-    if call.output_final_state:
-        final = without_rows(final_states(layout, out.leaving, initial_state), layout.packed)
+    final = _final(call, out.leaving, initial_state)
     return Finished(out.o, final, S0, maps, sent, tuple(out.saved), border)
+
+
+def _final(call: SplitCall, leaving: Tensor, initial_state: Tensor | None) -> Tensor | None:
+    if not call.output_final_state:
+        return None
+    return without_rows(final_states(call.layout, leaving, initial_state), call.layout.packed)
 
 
 class SplitRecurrence(torch.autograd.Function):
@@ -89,13 +99,15 @@ class SplitRecurrence(torch.autograd.Function):
         dS_end = None
         if call.output_final_state:  # on every rank, used or not: the sum is collective
             dS_end, dfinal = leaving_gradients(layout, inputs, dfinal, ctx.final_shape)
-        local = call.local(inputs, "chunk")
-        if ctx.border is not None:
+        if goes_in_order(call, inputs):
+            grads = gradients_in_order(call, inputs, do, dS_end, saved)
+        elif ctx.border is not None:
             ctx.border.begin(call.crossing(inputs).size, reverse=True)
-            grads = local.gradients(backward, dS_end, border=ctx.border)
+            grads = call.local(inputs, "chunk").gradients(backward, dS_end, border=ctx.border)
         elif call.seams.alone:
-            grads = local.gradients(backward, dS_end)
+            grads = call.local(inputs, "chunk").gradients(backward, dS_end)
         else:
+            local = call.local(inputs, "chunk")
             dS_end, adjoint = exchanged_back(call, local, backward, dS_end, transitions, sent)
             grads = local.gradients(backward, dS_end, adjoint)
         dinitial = None

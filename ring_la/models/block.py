@@ -35,12 +35,12 @@ class ResidualBlock(nn.Module):
 
     def forward(
         self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any
-    ) -> tuple[Tensor, Any, Routing | None]:
-        """``x``, what the layer remembers, and what the router of a mixture of experts did."""
-        o, state = self.mix_tokens(x, layout=layout, **keywords)
+    ) -> tuple[Tensor, Any, Routing | None, Tensor | None]:
+        """``x``, what the layer remembers, what the router of a mixture of experts did, and the layer's own loss."""
+        o, state, loss = self.mix_tokens(x, layout=layout, **keywords)
         x = x + o
         o, routing = self.mix_channels(x, output_routing=output_routing, layout=layout)
-        return x + o, state, routing
+        return x + o, state, routing, loss
 
     def mix_tokens(self, x: Tensor, **keywords: Any) -> LayerOutput:
         """What the layer adds to ``x [B, T, D]``, and what it remembers."""

@@ -76,6 +76,7 @@ class HybridLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         routings: list[Routing] | None = None,
         in_place: bool = False,
+        losses: list[Tensor] | None = None,
     ) -> LMOutput:
         """Logits of the next token after each token of `ids`.
 
@@ -85,12 +86,15 @@ class HybridLM(nn.Module):
             layout, cu_seqlens, in_place: as in the layers.
             routings: a list to which what each mixture of experts' router did is appended, its auxiliary loss among
                 it, which a loss of one's own has to add. Under a layout it takes an exchange, so all ranks give one.
+            losses: a list to which what layers add to a training loss is appended, this rank's parts (the loss of an
+                indexer). All ranks give one, or none.
         """
         keywords: dict[str, Any] = {
             "layout": layout,
             "cu_seqlens": cu_seqlens,
             "routings": routings,
             "in_place": in_place,
+            "losses": losses,
         }
         x, states = self.hidden(ids, states=states, output_states=output_states, **keywords)
         return LMOutput(self.logits(x, layout), states)
@@ -107,6 +111,7 @@ class HybridLM(nn.Module):
             cu_seqlens: Tensor | None = None,
             routings: list[Routing] | None = None,
             in_place: bool = False,
+            losses: list[Tensor] | None = None,
         ) -> LMOutput: ...
 
     def hidden(
@@ -119,16 +124,20 @@ class HybridLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         routings: list[Routing] | None = None,
         in_place: bool = False,
+        losses: list[Tensor] | None = None,
     ) -> HiddenOutput:
         """`forward` without the output projection."""
         self.check(ids, states, layout, cu_seqlens)
         weight = self.embedding.weight
         x, after = embedding(ids, weight, layout=layout) if fixed(layout) else self.embedding(ids), []
         keywords = dict(output_state=output_states, layout=layout, cu_seqlens=cu_seqlens, in_place=in_place)
+        keywords |= dict(output_loss=losses is not None, output_routing=routings is not None)
         for i, block in enumerate(self.blocks):
             before = None if states is None else states[i]
-            x, state, routing = block(x, state=before, output_routing=routings is not None, **keywords)
+            x, state, routing, loss = block(x, state=before, **keywords)
             after.append(state)
+            if losses is not None and loss is not None:
+                losses.append(loss)
             if routings is not None and routing is not None:
                 routings.append(routing)
         return HiddenOutput(by_block(self.norm, x, layout=layout), after if output_states else None)
@@ -157,16 +166,17 @@ class HybridLM(nn.Module):
     ) -> Tensor:
         """This rank's part of the mean cross-entropy: its tokens' sum over the number of targets of the whole batch.
 
-        Its part of the auxiliary losses of mixtures of experts is added. Summed over the ranks, losses and gradients
-        are those of one process. Logits of at most `chunk` tokens exist at a time (`linear_cross_entropy`).
+        Its part of the auxiliary losses of mixtures of experts, and of layers' own losses, is added. Summed over the
+        ranks, losses and gradients are those of one process. Logits of at most `chunk` tokens exist at a time
+        (`linear_cross_entropy`).
 
         Args:
             ids: int ``[B, T]``; under a layout this rank's tokens.
             targets: the token that follows each, ``[B, T]``, IGNORE where none does; None: the next in its document.
             layout, cu_seqlens, routings: as in `forward`.
             total: the number of targets to divide by, where the batch is more than this call: several sequences of
-                data-parallel ranks, or calls whose gradients are added; auxiliary losses count by this call's share of
-                it. None: the targets of this call, on all ranks.
+                data-parallel ranks, or calls whose gradients are added; other losses count by this call's share of it.
+                None: the targets of this call, on all ranks.
             chunk: tokens whose logits exist at a time.
         """
         self.check(ids, None, layout, cu_seqlens, targets)
@@ -179,10 +189,11 @@ class HybridLM(nn.Module):
             count = count.clamp(min=1)
         routings = [] if routings is None else routings
         begin = len(routings)
-        x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x
+        own: list[Tensor] = []
+        x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings, losses=own).x
         whole = count if total is None else total
         loss = self._cross_entropy(x, targets, layout, chunk) / whole
-        return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / whole)
+        return loss + sum((*own, *(routing.aux_loss for routing in routings[begin:]))) * (count / whole)
 
     def loss_in_rounds(
         self,

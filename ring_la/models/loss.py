@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only, traced
-from ..blockwise import by_block, token_sum
+from ..autograd import first_derivative_only, outside_graphs, traced
+from ..blockwise import at_once, by_block, token_sum
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels.fused.cross_entropy import losses_and_gradient
@@ -72,7 +72,29 @@ def cross_entropy_by_block(logits: Tensor, targets: Tensor, layout: ShardedLayou
         flat = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
         return flat.view(labels.shape)
 
+    if at_once(logits):
+        return token_sum(_losses_at_once(logits, targets), layout=layout)
     return token_sum(by_block(losses, logits, targets, layout=layout), layout=layout)
+
+
+class _Losses(torch.autograd.Function):
+    """Losses ``[B, T]`` of ``logits [B, T, V]``, each by its own row; the gradient is formed beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad[0]
+        losses, d = losses_and_gradient(logits.clone().flatten(0, 1), targets.flatten(), IGNORE, wanted)
+        ctx.save_for_backward(d)
+        return losses.view(targets.shape)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (d,) = ctx.saved_tensors
+        return (d * grad.reshape(-1, 1).to(d.dtype)).view(*grad.shape, -1), None
+
+
+_losses_at_once = outside_graphs(_Losses.apply)
 
 
 def has_liger() -> bool:

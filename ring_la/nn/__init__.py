@@ -7,6 +7,7 @@ from .attention import Attention
 from .decoding import KVCache
 from .delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from .delta_kin import Comba, GatedDeltaNet2, GatedDeltaProduct
+from .dsa import DeepSeekSparseAttention
 from .fox import ForgettingAttention
 from .gla import HGRN2, GatedLinearAttention
 from .gsa import GatedSlotAttention
@@ -16,8 +17,10 @@ from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
 from .mamba2 import Mamba2
 from .mamba3 import Mamba3
+from .moba import MixtureOfBlockAttention
 from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
+from .preconditioned import PreconditionedGatedDeltaNet, PreconditionedKDA
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
@@ -29,6 +32,8 @@ LAYERS: dict[str, type[Layer]] = {
     "attention": Attention,
     "mla": MultiheadLatentAttention,
     "nsa": NativeSparseAttention,
+    "dsa": DeepSeekSparseAttention,
+    "moba": MixtureOfBlockAttention,
     "linear_attention": LinearAttention,
     "retention": MultiScaleRetention,
     "lightning": LightningAttention,
@@ -49,12 +54,15 @@ LAYERS: dict[str, type[Layer]] = {
     "mamba3": Mamba3,
     "fox": ForgettingAttention,
     "ttt": TTTLinear,
+    "preconditioned_gdn": PreconditionedGatedDeltaNet,
+    "preconditioned_kda": PreconditionedKDA,
 }
 """Names of the layers in a model's list."""
 
 __all__ = [
     "Attention",
     "Comba",
+    "DeepSeekSparseAttention",
     "DeltaNet",
     "ForgettingAttention",
     "GatedDeltaNet",
@@ -75,11 +83,14 @@ __all__ = [
     "MLSTM",
     "Mamba2",
     "Mamba3",
+    "MixtureOfBlockAttention",
     "MixtureOfExperts",
     "MoEOutput",
     "MultiScaleRetention",
     "MultiheadLatentAttention",
     "NativeSparseAttention",
+    "PreconditionedGatedDeltaNet",
+    "PreconditionedKDA",
     "RMSNorm",
     "RWKV6",
     "RWKV7",

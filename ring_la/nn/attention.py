@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..keystore.static import StaticKeys
@@ -99,7 +100,7 @@ class Attention(KeyedLayer):
         q, k, v = qkv
         if state is None:
             options: dict[str, Any] = dict(window=(self.window, -1), scale=scale)
-            o = attention(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options).o
+            o = self._whole(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options)
             state = cache_of(k, v, call) if call.output_state else None
         elif isinstance(state, (KVRows, StaticKeys)):
             o = state.decode(q, k, v, self.window, scale)
@@ -112,8 +113,12 @@ class Attention(KeyedLayer):
             o, state = self._continue(qkv, state, call, scale)
         o = merge_heads(o)
         if self.gate_proj is not None:
-            o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, call.rows(self.gate_proj, x), o)
+            o = call.rows(_gated, call.rows(self.gate_proj, x), o)
         return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention of all tokens of a call to each other."""
+        return attention(q, k, v, **options).o
 
     def _shared(
         self, qkv: tuple[Tensor, Tensor, Tensor], state: LayerKeys, call: LayerCall, scale: float | None
@@ -150,3 +155,8 @@ class Attention(KeyedLayer):
             return o, None
         new = cache_of(k, v, call)
         return o, cache.extend(new.k, new.v)
+
+
+@by_element
+def _gated(gate: Tensor, o: Tensor) -> Tensor:
+    return torch.sigmoid(gate) * o

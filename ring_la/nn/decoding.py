@@ -11,7 +11,7 @@ of its own, so nobody is padded to its length and it is not copied when others c
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import ClassVar, NamedTuple
 
@@ -238,6 +238,34 @@ def cache_of(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:
     token = (cu[:-1, None] + column - empty[:, None]).clamp(min=0)
     seen = (column >= empty[:, None])[..., None, None]
     return KVCache(k[0, token] * seen, v[0, token] * seen, empty)
+
+
+def each_row(rows: KVRows, k: Tensor, v: Tensor, *x: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of each sequence its keys and values ``[1, S, Hk, ·]``, those of its next token ``[N, 1, Hk, ·]`` written, and
+    its row of each `x`."""
+    for n, (key, value) in enumerate(rows.written(k, v)):
+        yield key[None], value[None], *(y[n : n + 1] for y in x)
+
+
+def each_document(cache: KVCache, *x: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Keys, values and rows of `x` of documents of one length together, else of each by itself."""
+    if cache.empty is None:
+        yield cache.k, cache.v, *x
+        return
+    for n, a in enumerate(cache.empty.tolist()):
+        yield cache.k[n : n + 1, a:], cache.v[n : n + 1, a:], *(y[n : n + 1] for y in x)
+
+
+def begins(state: object, call: LayerCall) -> bool:
+    """Whether what a call reads is a layout's tokens before which a `KeyStore` has none."""
+    return isinstance(state, LayerKeys) and call.layout is not None and not any(state.rows.earlier)
+
+
+def refuse_split_cache(state: object, call: LayerCall) -> None:
+    """Refuse to go on from a `KVCache` with tokens that are packed or split, where keys are chosen."""
+    if isinstance(state, KVCache) and (call.packed or (call.layout is not None and call.layout.cp.size > 1)):
+        hint = "Read all of a prompt at once, or with a KeyStore, or go on with layout=None and cu_seqlens=None"
+        raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)
 
 
 def check_rows(x: Tensor, N: int, call: LayerCall) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
@@ -33,7 +34,7 @@ from .layer import (
 from .parts import GatedRMSNorm, RMSNorm, ShortConv
 
 
-class _DeltaLayer(Layer):
+class DeltaLayer(Layer):
     """q, k, v and β, as the three layers have them in common; arguments as in `DeltaNet`."""
 
     same_bits = True
@@ -67,8 +68,10 @@ class _DeltaLayer(Layer):
         self.out_proj = nn.Linear(self.widths[2], dim, bias=False)
         self.make_gates()
 
+    @by_element
     def _rates(self, y: Tensor) -> Tensor:
-        return self.beta_max * torch.sigmoid(wide(y))
+        rates = torch.sigmoid(wide(y))
+        return rates if self.beta_max == 1 else self.beta_max * rates
 
     @abstractmethod
     def make_gates(self) -> None:
@@ -96,7 +99,7 @@ class _DeltaLayer(Layer):
         """Heads ``o [B, T, H, V]`` normalised, and gated by `x`."""
 
 
-class DeltaNet(_DeltaLayer):
+class DeltaNet(DeltaLayer):
     """DeltaNet (Yang et al. 2024, arXiv 2406.06484, §3.3): S ← (I − β k kᵀ) S + β k vᵀ, out = RMSNorm(heads) W_O.
 
     Args:
@@ -119,7 +122,7 @@ class DeltaNet(_DeltaLayer):
         return call.rows(self.norm, o)
 
 
-class GatedDeltaNet(_DeltaLayer):
+class GatedDeltaNet(DeltaLayer):
     """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, eq. 10 and Fig. 1), as in Qwen3-Next and Qwen3.5.
 
         g = −e^{A_log} softplus(x W_a + dt_bias),   S ← e^g (I − β k kᵀ) S + β k vᵀ
@@ -145,7 +148,7 @@ class GatedDeltaNet(_DeltaLayer):
         return call.rows(self.norm, o, split_heads(call.rows(self.gate_proj, x), self.num_value_heads))
 
 
-class KimiDeltaAttention(_DeltaLayer):
+class KimiDeltaAttention(DeltaLayer):
     """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692, eq. 1 and §4): a decay for each key channel.
 
         g = −e^{A_log} softplus(x W_f↓ W_f↑ + dt_bias),   S ← (I − β k kᵀ) diag(e^g) S + β k vᵀ

@@ -11,7 +11,8 @@ from ..kernels.fused.log_decay import decay_gate
 from ..keystore import KeySize, LayerKeys
 from ..keystore.static import StaticKeys
 from ..running_sum import running_sum
-from ..softmax.forgetting import held_sums, sums_of, width_with_sums, with_sums
+from ..softmax.forgetting import attention_with_sums
+from ..softmax.sums import held_sums, sums_of, width_with_sums, with_sums
 from .attention import Attention
 from .decoding import KVCache, KVRows
 from .layer import LayerCall, LayerOutput, last_tokens, split_heads
@@ -66,8 +67,11 @@ class ForgettingAttention(Attention):
         c = running_sum(g, call.layout, call.cu_seqlens, before, functools.partial(held_sums, dtype=k.dtype))
         if isinstance(state, (LayerKeys, StaticKeys)):
             state.carry(last_tokens(c, call.layout, call.cu_seqlens))
-        q, k, scale = with_sums(call.rows(self.q_norm, q), call.rows(self.k_norm, k), c, K**-0.5)
+        q, k, scale = with_sums(call.rows(self.q_norm, q), call.rows(self.k_norm, k), c, K**-0.5, exact=state is None)
         return self._attend(x, (q, k, v), state, call, scale)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return attention_with_sums(q, k, v, self.widths[1] // self.num_heads, **options).o
 
 
 def _log_forget(y: Tensor) -> Tensor:

@@ -79,14 +79,8 @@ class MultiheadLatentAttention(KeyedLayer):
 
     def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         at = positions(x, None if state is None else state.length, call)
-        q = split_heads(call.rows(self.q_proj, x if self.q_down is None else call.rows(self.q_down, x)), self.num_heads)
-        still, turning = q.split(self.q_widths, -1)
-        latent, k_rope = call.rows(self.kv_down, x).split(self.widths, -1)
-        turned, k_rope = rotated(turning, k_rope[:, :, None], at, self.rope_base, call)
-        q = torch.cat([still, turned], -1)
-        k_up, v_up = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
-        latent, k_rope = call.rows(self.kv_norm, latent).to(q.dtype), k_rope[:, :, 0].to(q.dtype)
-        key = torch.cat([latent, k_rope], -1)[:, :, None]
+        q, key, k_up, v_up = self._made(self._source(x, call), x, at, call)
+        latent, k_rope = key[:, :, 0].split(self.widths, -1)
         if state is None:
             where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
             o = mla(q, latent, k_rope, k_up, v_up, **where).o
@@ -102,12 +96,30 @@ class MultiheadLatentAttention(KeyedLayer):
             o, state = self._continue(q, key, state, call)
         return LayerOutput(call.rows(self.out_proj, merge_heads(o)), state if call.output_state else None)
 
+    def _source(self, x: Tensor, call: LayerCall) -> Tensor:
+        """What queries are made of."""
+        return x if self.q_down is None else call.rows(self.q_down, x)
+
+    def _made(self, source: Tensor, x: Tensor, at: Tensor, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries ``[B, T, H, N + R]``, latents and rotary parts ``[B, T, 1, L + R]``, and the up-projections."""
+        q = split_heads(call.rows(self.q_proj, source), self.num_heads)
+        still, turning = q.split(self.q_widths, -1)
+        latent, k_rope = call.rows(self.kv_down, x).split(self.widths, -1)
+        turned, k_rope = rotated(turning, k_rope[:, :, None], at, self.rope_base, call)
+        q = torch.cat([still, turned], -1)
+        key = torch.cat([call.rows(self.kv_norm, latent)[:, :, None].to(q.dtype), k_rope.to(q.dtype)], -1)
+        return q, key, self.k_up.to(q.dtype), self.v_up.to(q.dtype)
+
+    def _lowered(self, q: Tensor, k_up: Tensor) -> Tensor:
+        """Queries taken to the latents, ``[B, T, H, L + R]``."""
+        still, turning = q.split(self.q_widths, -1)
+        return torch.cat([torch.einsum("bthn,hnl->bthl", still, k_up), turning], -1)
+
     def _decode(
         self, q: Tensor, key: Tensor, state: KVCache | KVRows, k_up: Tensor, v_up: Tensor
     ) -> tuple[Tensor, KVCache | KVRows]:
         """The documents' next tokens, absorbed: queries are taken to the latents, and results back."""
-        L, (still, turning) = self.widths[0], q.split(self.q_widths, -1)
-        absorbed = torch.cat([torch.einsum("bthn,hnl->bthl", still, k_up), turning], -1)
+        L, absorbed = self.widths[0], self._lowered(q, k_up)
         absorbed = absorbed * (absorbed.shape[-1] / q.shape[-1]) ** 0.5  # kernels scale by the width they see
         if isinstance(state, KVRows):
             o = state.decode(absorbed, key, key[..., :0], width=L)

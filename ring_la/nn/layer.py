@@ -44,16 +44,20 @@ class LayerOutput(NamedTuple):
     """Outputs, in the shape of the input ``[B, T, D]``."""
     state: Any
     """What the layer remembers, on every rank: a `LayerState` or a `KVCache`; None unless ``output_state``."""
+    loss: Tensor | None = None
+    """What the layer adds to a training loss, this rank's part; None unless ``output_loss`` and the layer has one."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How the tokens of one call are split, whether its state is wanted, and whether it replaces the one given."""
+    """How the tokens of one call are split, whether its state is wanted, and whether it replaces the one given; and
+    whether the layer's own loss is."""
 
     layout: ShardedLayout | None
     cu_seqlens: Tensor | None
     output_state: bool
     in_place: bool = False
+    output_loss: bool = False
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -112,6 +116,7 @@ class Layer(nn.Module, ABC):
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
         in_place: bool = False,
+        output_loss: bool = False,
     ) -> LayerOutput:
         """The layer over each document of `x`.
 
@@ -123,15 +128,16 @@ class Layer(nn.Module, ABC):
             cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
             in_place: write what it remembers now over `state`, where that is of a fixed size (keys and values grow).
                 For decoding: one device, no gradients.
+            output_loss: also return what the layer adds to a training loss, where it has such a thing.
 
         Raises:
             ArgumentError: a wrong shape, dtype, layout or state, by name; under a layout on every rank.
             UnsupportedError: a deterministic layout where the layer has not the same bits on it (`same_bits`).
         """
-        call = LayerCall(layout, cu_seqlens, output_state, in_place)
+        call = LayerCall(layout, cu_seqlens, output_state, in_place, output_loss)
         self.check(x, state, call)
         if in_place and state is None:  # there is nothing to write over
-            call = LayerCall(layout, cu_seqlens, output_state)
+            call = LayerCall(layout, cu_seqlens, output_state, output_loss=output_loss)
         return self.mix(x, state, call)
 
     if TYPE_CHECKING:
@@ -145,6 +151,7 @@ class Layer(nn.Module, ABC):
             layout: ShardedLayout | None = None,
             cu_seqlens: Tensor | None = None,
             in_place: bool = False,
+            output_loss: bool = False,
         ) -> LayerOutput: ...
 
     @abstractmethod
@@ -160,6 +167,7 @@ class Layer(nn.Module, ABC):
             self._check(x, state, call)
             check_flag("output_state", call.output_state)
             check_flag("in_place", call.in_place)
+            check_flag("output_loss", call.output_loss)
         except RingLAError as e:
             error = e
         if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
@@ -169,6 +177,7 @@ class Layer(nn.Module, ABC):
                     ("x", Facts.of(x, 1)),
                     ("state given", state is not None),
                     ("output_state", call.output_state),
+                    ("output_loss", call.output_loss),
                     ("gradients", torch.is_grad_enabled()),
                 )
             layout.agree(f"nn.{type(self).__name__}", signature, error)

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blockwise import fixed
+from ..blockwise import AT_ONCE, by_element, fixed, norm_at_once
+from ..context import ShardedLayout
 from ..conv import short_conv
 from ..errors import ArgumentError
 from ..kernels.fused.rms_norm import rms_norm
@@ -34,6 +35,17 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return rms_norm(x, self.weight, gate, silu=self.silu, eps=self.eps)
+
+
+def _norm(norm: RMSNorm, layout: ShardedLayout, x: Tensor) -> Tensor:
+    return norm_at_once(x, norm.weight, None, True, norm.eps, layout)
+
+
+def _gated(norm: GatedRMSNorm, layout: ShardedLayout, x: Tensor, gate: Tensor) -> Tensor:
+    return norm_at_once(x, norm.weight, gate, norm.silu, norm.eps, layout)
+
+
+AT_ONCE[RMSNorm], AT_ONCE[GatedRMSNorm] = _norm, _gated
 
 
 class HeadNorm(nn.Module):
@@ -80,18 +92,35 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     x ``[B, T, H, D]``, positions int ``[T]`` or ``[B, T]``. Angles are formed in fp64: at position 10⁶ fp32 has
     lost two digits of them.
     """
-    half = x.shape[-1] // 2
+    return _turned(x, *_angles(x, positions, base))
+
+
+def _angles(x: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for ``x [B, T, H, D]``, ``[(B,) T, 1, D/2]``."""
+    half, dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequency = base ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angle = positions.to(torch.float64)[..., None, None] * frequency  # [(B,) T, 1, D/2]
-    y = wide(x)
-    cos, sin = angle.cos().to(y.dtype), angle.sin().to(y.dtype)
-    a, b = y.chunk(2, -1)
+    angle = positions.to(torch.float64)[..., None, None] * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = wide(x).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def _both(q: Tensor, k: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    angles = _angles(q, positions, base)  # of a token's step these are most of it
+    return _turned(q, *angles), _turned(k, *angles)
 
 
 def rotated(q: Tensor, k: Tensor, positions: Tensor, base: float, call: LayerCall) -> tuple[Tensor, Tensor]:
     """`rotate` of both, positions int ``[T]`` or ``[B, T]``."""
     if not fixed(call.layout):
-        return rotate(q, positions, base), rotate(k, positions, base)
+        return _both(q, k, positions, base)
     at = positions.expand(q.shape[0], -1)
-    return call.rows(lambda q, k, at: (rotate(q, at, base), rotate(k, at, base)), q, k, at)
+
+    @by_element
+    def both(q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return _both(q, k, at, base)
+
+    return call.rows(both, q, k, at)

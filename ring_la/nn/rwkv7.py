@@ -103,6 +103,7 @@ class RWKV7(Layer):
             removed,
             replaced,
             scale=1.0,
+            lower_bound=-0.61,
             initial_state=state.recurrent,
             mode=self.mode,
             backend=self.backend,

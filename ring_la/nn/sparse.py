@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..keystore import KeySize, LayerKeys
 from ..nsa import Sizes, check_sizes, nsa
 from ..nsa.kept import attend, keep
-from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, refuse_split_cache
 from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import check_rotation, rotate
 
@@ -93,10 +93,8 @@ class NativeSparseAttention(KeyedLayer):
             check_keys(x, state, self.key_size, call)
         elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
-        elif state is not None and (call.packed or (call.layout is not None and call.layout.cp.size > 1)):
-            hint = "Read all of a prompt at once, or with a KeyStore, or go on with layout=None and cu_seqlens=None"
-            raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)
         elif state is not None:
+            refuse_split_cache(state, call)
             expected, got = [x.shape[0], 3 * self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
                 raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)

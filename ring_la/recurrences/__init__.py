@@ -15,13 +15,16 @@ from .hgrn import hgrn
 from .linear_attention import linear_attention
 from .mamba2 import mamba2
 from .mamba3 import mamba3, mamba3_mimo
+from .mesa import mesa_net
 from .mlstm import mlstm
+from .momentum import momentum_delta_rule
 from .oja import gated_oja_rule
 from .preconditioned import preconditioned_gated_delta_rule, preconditioned_kda
 from .retention import lightning_attention, retention, simple_gla
 from .retention import lightning_decay as lightning_decay
 from .retention import retention_decay as retention_decay
 from .rwkv6 import rwkv6
+from .shares import abc_attention, lightnet
 from .ttt import ttt_linear
 
 FUNCTIONS = (
@@ -50,6 +53,10 @@ FUNCTIONS = (
     mamba3,
     mamba3_mimo,
     ttt_linear,
+    momentum_delta_rule,
+    lightnet,
+    abc_attention,
+    mesa_net,
 )
 RECURRENCES = tuple(f.definition for f in FUNCTIONS)  # pyright: ignore[reportFunctionMemberAccess]
 """The definition of every recurrence: what conformance tests and benchmarks go through."""

@@ -43,7 +43,9 @@ def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Te
     equation="S ← (diag(e^w) + b aᵀ) S + k vᵀ",
     arguments=dict(r=QUERY, w=CHANNEL_DECAY, k=KEY, v=VALUE, a=REMOVED, b=REPLACED),
 )
-def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Recurrence:
+def rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: float | None = None
+) -> Recurrence:
     """RWKV-7: S ← (diag(exp w) + b aᵀ) S + k vᵀ, o = scale · Sᵀ r.
 
     The paper has no scale: pass ``scale=1.0`` for its form.
@@ -51,5 +53,8 @@ def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> R
     Args:
         r, k: ``[B, T, Hk, K]``, receptance and key. v: ``[B, T, H, V]`` with H a multiple of Hk.
         w: log-decay ``[B, T, H, K]``, ≤ 0. a, b: ``[B, T, H, K]``; in the paper ``a = −κ̂`` and ``b = κ̂ ⊙ a``.
+        lower_bound: a number that w never falls below, such as the −0.607 of the paper's ``−e^−½ · sigmoid(x)``; None:
+            not known. Kernels that need one of at least −1.86 (bf16, heads of 128, Hopper) are not taken by default
+            yet. Outputs do not depend on it; where gates break the promise they may be NaN.
     """
-    return Recurrence(Rule("dplr", "diagonal"), Inputs(r, k, v, w, None, a, b), names={"q": "r", "g": "w"})
+    return Recurrence(Rule("dplr", "diagonal", lower_bound), Inputs(r, k, v, w, None, a, b), names={"q": "r", "g": "w"})

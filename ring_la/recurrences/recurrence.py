@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import linear
 from .. import reference as references
 from ..autograd import outside_graphs, refuse_transforms, transformed
-from ..blockwise import by_block, fixed
+from ..blockwise import by_block, by_element, fixed
 from ..context import ShardedLayout
 from ..context.handle import enter
 from ..errors import UnsupportedError
@@ -35,6 +35,9 @@ from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 from .operator import RecurrenceOthers, names_of, split_recurrence
 from .run import agreed, compute, ready, unit
+
+ALIKE = frozenset({"delta_rule", "gated_delta_rule", "kda", "gla"})
+"""Recurrences whose tokens bring what they are given, q and k perhaps at unit length: row by row, on any device."""
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -181,6 +184,8 @@ def _by_block(
     def behind(o: Tensor, *x: Tensor) -> Tensor:
         return described(*x).read(o)
 
+    if not shared and r.readout is None and definition.name in ALIKE:
+        before = by_element(before)
     own, common = [tensors[n] for n in tokens], [tensors[n] for n in shared]
     made = iter(by_block(before, *own, layout=options.layout, shared=common))
     present = {n: next(made) for n, t in r.inputs._asdict().items() if t is not None}

@@ -16,7 +16,7 @@ and the sum of gradients so far.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..blockwise import by_block
+from ..blockwise import by_block, fixed
 from ..errors import ArgumentError, UnsupportedError
+from ..kernels.gradient_steps.mini_batches import mini_batches, unsupported
 from ..linear.in_order import DocumentRun, in_order
 from ..outputs import LinearAttentionOutput
 from .arguments import Argument
@@ -72,32 +73,46 @@ def ttt_linear(
 
     States are ``(W [N,H,K,K], c [N,H,K])`` as the mini-batch began, and the sums of its gradients so far, in the same
     shapes: zero where one begins, and not read there (``first=0``). Behind a whole mini-batch W and c are those after
-    its step; a shorter one makes it where its last η is known, ``W − η ΣdW``. In PyTorch on every device, in fp32 or
-    wider; a rank waits for the one before it, a group of heads at a time.
+    its step; a shorter one makes it where its last η is known, ``W − η ΣdW``. A rank waits for the one before it, a
+    group of heads at a time. Mini-batches of 16, 32 or 64 in bf16 or fp16, K up to 128, go by kernels on CUDA; others
+    by PyTorch's operations, in fp32 or wider.
     """
     if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
         raise ArgumentError("mini_batch", "an int ≥ 1", repr(mini_batch))
     if isinstance(first, list) or not all(isinstance(n, int) and n >= 0 for n in _each(first)):
         raise ArgumentError("first", "an int ≥ 0, or a tuple of them", repr(first))
-    if options.backend == "triton":
-        raise UnsupportedError("backend", "None, 'torch' or 'reference' for ttt_linear", "'triton'")
     B, _, H, K = q.shape
-    wide = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v, eta, w, b)), torch.float32)
-    scaled = q.to(wide) * options.scale  # type: ignore[operator]
+    scale = float(options.scale)  # type: ignore[arg-type]
+    kernels = _by_kernels([q, k, v, eta, w, b], mini_batch, scale, options)
     seen = [n % mini_batch for n in _per_document(first, options, B)]
-    W0 = _start(options, seen, H, K, scaled)
-    tokens = [scaled, *(t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
-    body, shared = MiniBatches(mini_batch, eps), [t.to(wide) for t in (w, b)]
-    z, end = in_order(body, W0, tokens, shared, seen, options)
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v, eta, w, b)), torch.float32)
+    W0 = _start(options, seen, H, K, q.new_empty(0, dtype=wide))
+    body, shared = MiniBatches(mini_batch, eps, scale, kernels), [t.to(wide) for t in (w, b)]
+    end: Tensor | None
+    if kernels and options.layout is None and options.cu_seqlens is None and not seen[0]:
+        o, end = body.whole(W0, q, k, v, eta, *shared)
+    else:
+        tokens = [q.to(wide), *(t if kernels else t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
+        z, end = in_order(body, W0, tokens, shared, seen, options)
 
-    def read(z: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
+        def read(z: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
 
-    o = by_block(read, z, layout=options.layout, shared=(w, b))
+        o = by_block(read, z, layout=options.layout, shared=(w, b))
     final: Any = None
-    if end is not None:
+    if end is not None and options.output_final_state:
         final = (end[:, :, 0, :-1], end[:, :, 0, -1], end[:, :, 1, :-1], end[:, :, 1, -1])
     return LinearAttentionOutput(o, final)
+
+
+def _by_kernels(given: Sequence[Tensor], size: int, scale: float, options: CommonOptions) -> bool:
+    """Whether a call goes by the kernels, where a mini-batch is whole."""
+    if options.backend == "torch":
+        return False
+    why = "deterministic=True fixes PyTorch's order" if fixed(options.layout) else unsupported(given, size, scale)
+    if why and options.backend == "triton":
+        raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
+    return not why
 
 
 def _each(first: object) -> tuple[Any, ...]:
@@ -139,29 +154,74 @@ def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class MiniBatches:
-    """A run of tokens, a mini-batch at a time."""
+    """A run of tokens, a mini-batch at a time; `kernels`: whole ones by those."""
 
     size: int
     eps: float
+    scale: float
+    kernels: bool = False
 
     def __call__(
         self, run: DocumentRun, S: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor
     ) -> tuple[Tensor, Tensor]:
         """z of the tokens, and the state after them, given that before them ``[B, H, 2, K+1, K]``."""
+        n, out, tokens = run.stop - run.start, [], (q, k, v, eta)
+        first = min(n, -run.position % self.size) if self.kernels else n
+        last = first + (n - first) // self.size * self.size
+        if first:
+            z, S = self._plain(run.position, S, [t[:, :first] for t in tokens], w, b)
+            out.append(z)
+        if last > first:
+            qs, ks, vs, rates = (t[:, first:last] for t in tokens)
+            z, S = self._whole(S, [qs.to(ks.dtype), ks, vs, rates[..., 0]], w, b, norm=False)
+            out.append(z)
+        if n > last:
+            z, S = self._plain(run.position + last, S, [t[:, last:] for t in tokens], w, b)
+            out.append(z)
+        return torch.cat(out, 1), S
+
+    def whole(
+        self, S: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """o of documents' tokens from their start, and the state after them."""
+        full = q.shape[1] // self.size * self.size
+        out, tokens = [q[:, :0]], (q, k, v, eta)
+        if full:
+            o, S = self._whole(S, [t[:, :full] for t in tokens], w, b, norm=True)
+            out.append(o)
+        if full < q.shape[1]:
+            qs, ks, vs, rates = (t[:, full:] for t in tokens)
+            z, S = self._plain(0, S, [qs.to(S.dtype), ks, vs, rates[..., None]], w, b)
+            out.append((z + _normal(z, self.eps)[0] * w + b).to(q.dtype))
+        return torch.cat(out, 1), S
+
+    def _whole(
+        self, S: Tensor, tokens: Sequence[Tensor], w: Tensor, b: Tensor, norm: bool
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Whole mini-batches of q, k, v, η by the kernels: z, or (`norm`) o, and the state after them."""
+        (q, k, v, eta), W, c = tokens, S[:, :, 0, :-1], S[:, :, 0, -1]
+        z, W, c = mini_batches(q, k, v, eta, w, b, W, c, self.size, self.scale, self.eps, norm)
+        end = torch.cat([W, c[:, :, None]], 2).to(S.dtype)
+        return z, torch.stack([end, torch.zeros_like(end)], 2)
+
+    def _plain(
+        self, position: int, S: Tensor, tokens: Sequence[Tensor], w: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """z of q, k, v, η, whose first token has this position, and the state after them, in PyTorch's operations."""
         W, G = S.unbind(2)
-        q, k, v, eta = (t.transpose(1, 2) for t in (q, k, v, eta))
+        q, k, v, eta = (t.transpose(1, 2).to(S.dtype) for t in (tokens[0] * self.scale, *tokens[1:]))
         one = q.new_ones(*q.shape[:3], 1)
         target, q, k = v - k, torch.cat([q, one], -1), torch.cat([k, one], -1)
-        out, at, n = [], 0, run.stop - run.start
+        out, at, n = [], 0, q.shape[2]
         while at < n:
-            stop = min(n, at + self.size - (run.position + at) % self.size)
+            stop = min(n, at + self.size - (position + at) % self.size)
             part = slice(at, stop)
             d = _inner_gradient(k[:, :, part] @ W, target[:, :, part], w, b, self.eps)
             read = q[:, :, part] @ G + (q[:, :, part] @ k[:, :, part].mT).tril() @ d
             out.append(q[:, :, part] @ W - eta[:, :, part] * read)
             G = G + k[:, :, part].mT @ d
             at = stop
-            if (run.position + at) % self.size == 0:
+            if (position + at) % self.size == 0:
                 W, G = W - eta[:, :, at - 1, :, None] * G, torch.zeros_like(G)
         return torch.cat(out, 2).transpose(1, 2), torch.stack([W, G], 2)
 

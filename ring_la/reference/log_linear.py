@@ -21,9 +21,10 @@ def log_linear_attention(
     scale: float | None = None,
     layout: object = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    backend: str | None = None,
 ) -> LinearAttentionOutput:
     """A state a level, which tokens decay, merge and read one after the other (Guo et al. 2025, arXiv 2506.04761)."""
-    expect_local(layout, None)
+    expect_local(layout, backend)
     B, T, H, L = lam.shape
     expect_shape("g", g, B=B, T=T, H=H)
     scale = q.shape[3] ** -0.5 if scale is None else scale

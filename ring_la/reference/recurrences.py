@@ -192,10 +192,13 @@ def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Te
 
 
 @recurrence
-def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> TokenLoop:
+def rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: float | None = None
+) -> TokenLoop:
     """RWKV-7 (Peng et al. 2025, arXiv 2503.14456): `dplr_delta_rule` with the receptance r as query and w as log decay.
 
     r, k [B, T, Hk, K]; w, a, b [B, T, H, K]; the paper's removal key κ̂ and in-context rate give a = −κ̂, b = κ̂ ⊙ rate.
-    Its readout has no scale: pass `scale=1` for it, since None means K**-0.5 here as everywhere.
+    Its readout has no scale: pass `scale=1` for it, since None means K**-0.5 here as everywhere. A `lower_bound` of w
+    changes nothing.
     """
     return TokenLoop(Rule("dplr", "diagonal"), r, k, v, w, a=a, b=b, names={"q": "r", "g": "w"})

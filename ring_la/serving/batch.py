@@ -35,7 +35,12 @@ class Batch:
 
     Args:
         model: what decodes.
+
+    Attributes:
+        graphs: the most CUDA graphs of its steps that there were at once.
     """
+
+    graphs = 0
 
     def __init__(self, model: Served) -> None:
         self.model = model
@@ -61,6 +66,9 @@ class Batch:
         self._after = self._arranged(rows, []) if rows else None
         self._own = True
         self.rows = [self.rows[i] for i in rows]
+
+    def close(self) -> None:
+        """Nothing will be decoded any more, and the ranks may part."""
 
     def clear(self) -> None:
         """No rows, whatever state they are in."""

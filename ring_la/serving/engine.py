@@ -59,7 +59,8 @@ class Engine:
         keep: bytes of states kept for prompts that begin alike, on each rank, on the model's device; `Keep`: in host
             memory and on disk, too.
         patience: seconds that requests under way get to end after `stop`.
-        capture: decode by `StaticBatch`, on GPUs a CUDA graph a step; of a `HybridLM`. It has not run on GPUs yet.
+        capture: decode by `StaticBatch`, on GPUs a CUDA graph a step; a model of Transformers that cannot is decoded
+            plainly, and the log says why (`trial`).
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class Engine:
             raise
         finally:
             self._closed.set()
+            self.batch.close()
 
     def _follow(self) -> None:
         while True:

@@ -112,14 +112,14 @@ class Pretrained:
             ids = self._ids(length)
             got = rows.read(ids, None)
             want.append(alone.read(ids, None))
-            _same(got.logits, want[-1].logits)
+            same_logits(got.logits, want[-1].logits)
             batch.add(0, got, None)
         tokens = [3 % self.vocab_size, 5 % self.vocab_size]
         for _ in range(2):
             batch.step(tokens)
             for i, token in enumerate(tokens):
                 want[i] = alone.step(torch.tensor([token], device=self.device), want[i].states, False)
-                _same(batch.logits[i : i + 1], want[i].logits)
+                same_logits(batch.logits[i : i + 1], want[i].logits)
 
     def _try_pieces(self, alone: _OneByOne) -> None:
         """A prompt in three pieces, the last of one token, against the whole."""
@@ -131,7 +131,7 @@ class Pretrained:
             if begin < end:
                 got = self._way.read(ids[:, begin:end], states)
                 states = got.states
-        _same(got.logits, alone.read(ids, None).logits)
+        same_logits(got.logits, alone.read(ids, None).logits)
 
     def _length(self, more: int) -> int:
         """Tokens of a prompt of the trial, and some more, as far as the model has places for them and three others."""
@@ -169,7 +169,7 @@ class _OneByOne:
         return Prefilled(out.logits[:, -1], [cache, length + 1])
 
 
-def _same(got: Tensor, want: Tensor) -> None:
+def same_logits(got: Tensor, want: Tensor) -> None:
     """Refuse logits that are further apart than rounding brings them."""
     bound = CLOSE.get(want.dtype, CLOSE_OTHERWISE)
     apart = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))

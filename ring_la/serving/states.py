@@ -7,13 +7,13 @@ import torch
 from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
-from .batch import NOBODY, Batch, Row
+from .batch import NOBODY, Row
 from .disk import Disk
 from .model import Served, keys_stay
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
-from .static import StaticBatch
 from .tiers import Home, Keep, PackedPrefix, pack, unpack
+from .trial import batch_for
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
 """After these nothing can be trusted any more."""
@@ -43,7 +43,7 @@ class States:
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
         self.shared = keys_stay(model.shares_keys, cp)
         self.together = self.shared or model.shares_weights
-        self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
+        self.batch = batch_for(model, cp, captured)
 
     @property
     def home(self) -> Home:

@@ -2,6 +2,7 @@
 
     batch = StaticBatch(model, cp, most=8)
 
+Its model is a `HybridLM`, or one of Transformers whose sequences are rows (`trial.batch_for` sees whether that goes).
 Sequences have seats; one that leaves makes room for the next. A step takes the seats up to the last that is taken, in
 buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in powers of two from `COLUMNS` on and from
 `FINE` on in quarters of them, as all of a bucket's columns are read. For each pair of buckets there is a graph
@@ -22,10 +23,10 @@ from ..buckets import Buckets
 from ..capture import CapturedStep, capture
 from ..context import ContextParallel
 from ..errors import UnsupportedError
-from ..inference import LayerKeys, Prefilled, Sampler
+from ..inference import KeySize, LayerKeys, Prefilled, Sampler
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
-from ..nn import Attention, LayerState
+from ..nn import Attention, KVCache, LayerState
 from .batch import Batch, Row
 from .model import Served
 from .sampling import Chooser
@@ -37,10 +38,11 @@ FINE = 4096
 
 
 class StaticBatch(Batch):
-    """A `Batch` of a `HybridLM` with states of fixed addresses. Collective where keys are shared out over ranks.
+    """A `Batch` with states of fixed addresses. Collective where all ranks decode.
 
     Args:
-        model: what decodes. cp: the ranks that decode together; None: this one alone. most: sequences, at most.
+        model: what decodes. cp: the ranks that decode together, each with its part of the keys; None: this one alone.
+        most: sequences, at most.
 
     Raises:
         UnsupportedError: layers that remember something else than a state of one size, or keys and values.
@@ -48,17 +50,23 @@ class StaticBatch(Batch):
 
     def __init__(self, model: Served, cp: ContextParallel | None, most: int) -> None:
         super().__init__(model)
-        if not isinstance(model.model, HybridLM):
-            raise UnsupportedError("capture", "False for other models than a HybridLM", type(model.model).__name__)
-        self._layers: list[Any] = [block.layer for block in model.model.blocks]
-        wrong = [x for x in self._layers if not isinstance(x, Attention) and x.state_type is not LayerState]
-        if wrong:
-            raise UnsupportedError("capture", "False for a model with such a layer", type(wrong[0]).__name__)
+        self._layers: list[Any] | None = None  # of a HybridLM
+        if isinstance(model.model, HybridLM):
+            self._layers = [block.layer for block in model.model.blocks]
+            wrong = [x for x in self._layers if not isinstance(x, Attention) and x.state_type is not LayerState]
+            if wrong:
+                raise UnsupportedError("capture", "False for a model with such a layer", type(wrong[0]).__name__)
+        elif not model.flexible:
+            got = f"{type(model.model).__name__}, whose sequences are decoded alone"
+            raise UnsupportedError("capture", "False for a model whose states are no rows", got)
         self._cp, self._most = cp, most
         self._seats: list[int] = []  # of the rows
         self._taken: dict[int, tuple[int, int]] = {}  # columns at first, the most of a rank, and tokens since
         self._logits = torch.zeros(0, model.vocab_size)
+        self._choice = torch.zeros(0, dtype=torch.int64)
         self._keys: StaticRows | None = None
+        self.graphs = 0
+        self._sizes: list[KeySize | None] = []
         self._states: list[Any] = []
         self._step: CapturedStep | None = None
 
@@ -66,9 +74,13 @@ class StaticBatch(Batch):
     def logits(self) -> Tensor:
         return self._logits
 
+    def close(self) -> None:
+        if self._step is not None:
+            self._step.release()
+
     def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         seat = next(i for i in range(self._most) if i not in self._seats)
-        parts = [self._part(layer, state) for layer, state in zip(self._layers, prompt.states)]
+        parts = [self._part(i, state) for i, state in enumerate(prompt.states)]
         positions, length = self._positions(prompt)
         columns = torch.tensor(len(positions), device=self.model.device)
         if self._cp is not None:
@@ -85,16 +97,24 @@ class StaticBatch(Batch):
                     buffer[seat] = x[0]
         logits = prompt.logits.to(self.model.device)
         self._logits = torch.cat([self._logits, logits]) if self.rows else logits
+        choice = _likeliest(logits)
+        self._choice = torch.cat([self._choice, choice]) if self.rows else choice
         self._seats.append(seat)
         self.rows.append(Row(number, sampler))
 
     def keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self.rows):
-            self._logits = self._logits[torch.tensor(rows, dtype=torch.int64, device=self._logits.device)]
+            at = torch.tensor(rows, dtype=torch.int64, device=self._logits.device)
+            self._logits, self._choice = self._logits[at], self._choice[at]
             self.rows, self._seats = [self.rows[i] for i in rows], [self._seats[i] for i in rows]
 
     def clear(self) -> None:
         self.keep([])
+
+    def sample(self) -> list[int | None]:
+        if not all(row.sampler.greedy for row in self.rows):
+            return super().sample()
+        return [token if token >= 0 else None for token in self._choice.tolist()]
 
     def step(self, tokens: Sequence[int]) -> None:
         ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
@@ -103,15 +123,27 @@ class StaticBatch(Batch):
         ids = torch.zeros(max(self._seats) + 1, dtype=torch.int64)
         ids[self._seats] = torch.tensor(tokens)
         columns = min(self._keys.capacity, columns_for(longest))
-        out = self._step(tokens=ids.to(self.model.device), columns=columns)
+        logits, choice = self._step(tokens=ids.to(self.model.device), columns=columns)
         self._step.wait()  # a rank that died is named instead of waited for
-        self._logits = out[torch.tensor(self._seats, device=out.device)]
+        self.graphs = max(self.graphs, self._step.graphs)
+        n = len(self._seats)
+        at: Any = slice(n) if self._seats == list(range(n)) else torch.tensor(self._seats, device=logits.device)
+        self._logits, self._choice = logits[at], choice[at]
         for seat in self._seats:
             self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1
 
     # -- memory --------------------------------------------------------------------------------------------
 
-    def _part(self, layer: Any, state: Any) -> Any:
+    def _sizes_of(self, states: Sequence[Any]) -> list[KeySize | None]:
+        """What a token takes in each layer; None: nothing, its state has one size."""
+        if self._layers is not None:
+            return [layer.key_size if isinstance(layer, Attention) else None for layer in self._layers]
+        return [
+            KeySize(state.k.shape[2], state.k.shape[3], state.v.shape[3]) if isinstance(state, KVCache) else None
+            for state in states
+        ]
+
+    def _part(self, i: int, state: Any) -> Any:
         """What a layer remembers of one sequence: its keys, values and what it carries, or a `LayerState`."""
         if isinstance(state, LayerState):
             return state
@@ -120,17 +152,23 @@ class StaticBatch(Batch):
             views = [state.views(span) for span in held.spans(0, held.here)]
             k, v = (torch.cat(x) for x in zip(*views)) if views else (torch.zeros(0),) * 2
             return k, v, None if state.carried is None else state.carried[0]
-        carried = layer.carried_of(state.k[:, -1])
-        return state.k[0], state.v[0], None if carried is None else carried[0]
+        carried = None if self._layers is None else self._layers[i].carried_of(state.k[:, -1])
+        mine = self._mine
+        return state.k[0, mine], state.v[0, mine], None if carried is None else carried[0]
+
+    @property
+    def _mine(self) -> slice:
+        """Which tokens' keys this rank takes where every rank has all of them."""
+        return slice(None) if self._cp is None else slice(self._cp.rank, None, self._cp.size)
 
     def _positions(self, prompt: Prefilled) -> tuple[Tensor, int]:
         """Positions of this rank's tokens, and how many there are on all; none where no layer has keys."""
-        for layer, state in zip(self._layers, prompt.states):
+        for state in prompt.states:
             if isinstance(state, LayerKeys):
                 [held] = state.rows.held
                 return torch.tensor([p for run in held.runs for p in run], dtype=torch.int64), held.length
-            if isinstance(layer, Attention):
-                return torch.arange(state.k.shape[1]), state.k.shape[1]
+            if isinstance(state, KVCache):
+                return torch.arange(state.k.shape[1])[self._mine], state.k.shape[1]
         return torch.zeros(0, dtype=torch.int64), 0
 
     def _room(self, seats: int, columns: int, like: Sequence[Any]) -> None:
@@ -140,28 +178,36 @@ class StaticBatch(Batch):
             return
         size = max(0 if old is None else old.size, min(self._most, _power(seats, 1)))
         capacity = max(0 if old is None else old.capacity, columns_for(columns))
-        cp = self._cp if any(isinstance(layer, Attention) for layer in self._layers) else None
+        if old is None:
+            self._sizes = self._sizes_of(like)
+        before = self._states or [None] * len(self._sizes)
+        cp = self._cp if any(self._sizes) else None
         keys = StaticRows(size, capacity, cp, self.model.device)
         states: list[Any] = []
-        for i, layer in enumerate(self._layers):
-            before = self._states[i] if self._states else None
-            if isinstance(layer, Attention):
-                embedding: Any = self.model.model.embedding
-                states.append(StaticKeys(keys, layer.key_size, embedding.weight.dtype))
-                if before is not None:
-                    states[-1].take_over(before)
+        for i, (kept, mine) in enumerate(zip(self._sizes, before)):
+            if kept is not None:
+                states.append(StaticKeys(keys, kept, self._dtype(like[i]) if mine is None else mine.k.dtype))
+                if mine is not None:
+                    states[-1].take_over(mine)
             else:
-                fields = like[i] if before is None else before
-                states.append(LayerState(*(None if x is None else _grown(x, size, before is not None) for x in fields)))
+                fields = like[i] if mine is None else mine
+                states.append(LayerState(*(None if x is None else _grown(x, size, mine is not None) for x in fields)))
         if old is not None:
             keys.take_over(old)
         self._keys, self._states = keys, states
-        sizes = sorted({min(self._most, 1 << n) for n in range(self._most.bit_length() + 1)})
-        self._step = capture(self._stepped, cp, buckets=Buckets(sizes, {"tokens": 0}, dim=0))
+        self.close()  # graphs of other addresses
+        seats_of = sorted({min(self._most, 1 << n) for n in range(self._most.bit_length() + 1)})
+        self._step = capture(self._stepped, self._cp, buckets=Buckets(seats_of, {"tokens": 0}, dim=0))
+
+    def _dtype(self, state: Any) -> torch.dtype:
+        """Of a layer's keys."""
+        model: Any = self.model.model
+        return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
 
     @torch.no_grad()
-    def _stepped(self, tokens: Tensor, columns: int) -> Tensor:
-        """A token more of the first seats: the logits after it. What is done is the same for all values."""
+    def _stepped(self, tokens: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """A token more of the first seats: the logits after it, and the likeliest. What is done is the same for all
+        values."""
         n = len(tokens)
         self._keys.begin(n, columns)
         views = [s if isinstance(s, StaticKeys) else _first(s, n) for s in self._states]
@@ -172,7 +218,12 @@ class StaticBatch(Batch):
                     if buffer is not None and x.data_ptr() != buffer.data_ptr():
                         buffer.copy_(x)
         self._keys.advance()
-        return out.logits
+        return out.logits, _likeliest(out.logits)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row ``[N]``; −1 where the logits are not finite."""
+    return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
 
 
 def _first(state: LayerState, n: int) -> LayerState:

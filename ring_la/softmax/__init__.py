@@ -3,6 +3,7 @@
     attention   the public functions; door: AttentionOptions as given → checks, agreement → an AttentionCall
     forgetting  attention with a decay, by further channels of q and k
     call        one call, on one device or split: placement, strategy and kernel → an AttentionMoves
+    ahead       a call whose keys are sent before its queries are there
     head_groups  several of these, where Ulysses goes through the heads in groups
     results     o and lse that outlast a recomputation
     plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from ..autograd import wanting
+from ..blockwise.switch import halves
 from ..choices import LatentForm
 from ..comm import Entry
 from ..context import ShardedLayout
 from ..errors import UnsupportedError
 from .backends import Ask, AttentionBackend, cheaper_form, choose, choose_for_chosen
 from .backends.canonical import Canonical
+from .backends.triton import CanonicalTriton
 from .geometry import Pair
 from .geometry.placement import Joint, SplitPlacement, WholePlacement
 from .head_groups import GroupedMoves, HeadGroup, count, cut_heads, of_heads
@@ -168,4 +170,5 @@ class AttentionCall(NamedTuple):
             raise UnsupportedError("backend", "a kernel with gradients, where these are wanted", repr(backend.name))
         if not place.repeatable:
             return backend
-        return Canonical()
+        by_kernels = halves(x.q) and not CanonicalTriton().unsupported(ask)
+        return CanonicalTriton() if by_kernels else Canonical()

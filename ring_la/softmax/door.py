@@ -54,12 +54,19 @@ def _whole(x: Tensors, options: AttentionOptions) -> Moves:
 
 
 def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """On a split sequence: check, agree, run. A call like one before on this layout runs without waiting."""
+    """On a split sequence: check, agree, run."""
+    plan, x = split_plan(x, options, layout)
+    return AttentionOutput(*plan(x))
+
+
+def split_plan(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> tuple[Moves, Tensors]:
+    """Check and agree: the plan of a call on a split sequence, and the tensors it takes. A call like one before on this
+    layout waits for nobody."""
     known, kind = KnownCalls.of(layout).agreed, _kind_of_call(x, options)
     if kind is not None and layout.cp.validate != "always" and kind in known:
         plan, entry = known[kind]
         layout.again(entry)
-        return AttentionOutput(*plan(_written_out(x, options, layout)))
+        return plan, _written_out(x, options, layout)
     error = None
     try:
         _check(x, options, layout)
@@ -70,7 +77,7 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
     plan = AttentionCall.of(x, options, layout).plan(x)
     if kind is not None:
         known[kind] = plan, entry
-    return AttentionOutput(*plan(x))
+    return plan, x
 
 
 def _written_out(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Tensors:
@@ -129,7 +136,7 @@ def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Att
 
 def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form", "kv_comm_dtype"}
+    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form", "kv_comm_dtype", "sums"}
     if x.latent or x.chosen is not None:
         not_its |= {"alibi_slopes", "joint"}
     if x.chosen is None:

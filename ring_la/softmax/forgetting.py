@@ -2,15 +2,12 @@
 
     s_ij = scale · q_iᵀ k_j + c_i − c_j,       c = Σ g along the document
 
-The sums ride as further channels of q and k, so that every strategy and kernel of `attention` takes them along. In bf16
-and fp16 a sum is three channels, the parts of it that the dtype holds; scores add them up in fp32. The gradient of g is
-a sum along the document of gradients in the dtype of k: in bf16 it is the less exact the longer what it sums.
+The sums ride as further channels of q and k, so that every strategy of `attention` takes them along (`sums`).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, cast
 
 import torch
@@ -26,13 +23,11 @@ from ..context.operator import SplitOperator
 from ..errors import ArgumentError, Facts, describe_tensor
 from ..outputs import AttentionOutput
 from ..running_sum import running_sum
-from .attention import attention
+from .door import attend, autocast
 from .merging import wide
-
-PARTS = {torch.float16: 3, torch.bfloat16: 3, torch.float32: 2, torch.float64: 1}
-"""Channels that hold a sum of fp64 (of fp16, within 65504)."""
-WIDTH = 8
-"""Heads are widened to a multiple of this: kernels want it."""
+from .options import AttentionOptions
+from .sums import with_sums
+from .tensors import Tensors
 
 
 def forgetting_attention(
@@ -94,12 +89,25 @@ def _with_sums(
     """By `attention`, whose q and k have sums of g in further channels."""
     (H, K), layout = q.shape[2:], where["layout"]
     scale = K**-0.5 if scale is None else float(scale)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = autocast(q, k, v)
     sums = running_sum(g, **where)
     k, v = (x if x.shape[2] == H else by_block(functools.partial(_to_heads, H=H), x, layout=layout) for x in (k, v))
-    q, k, scale = with_sums(q, k, sums, scale)
-    o, lse = attention(q, k, v, scale=scale, **how, **where)
-    own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
-    return AttentionOutput(o, lse + own)
+    q, k, scale = with_sums(q, k, sums, scale, exact=True)
+    return attention_with_sums(q, k, v, K, scale=scale, **how, **where)
+
+
+def attention_with_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: int,
+    *,
+    layout: ShardedLayout | None = None,
+    **options: Any,
+) -> AttentionOutput:
+    """`attention` of q and k that have sums behind so many channels, by a kernel that is told."""
+    return attend(Tensors(q, k, v), AttentionOptions(sums=sums, **options), layout)
 
 
 def _to_heads(x: Tensor, H: int) -> Tensor:
@@ -130,44 +138,6 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tenso
 
 _operator = SplitOperator("split_forgetting_attention", _whole, _fake, 4)
 """What a compiled graph has of a split call."""
-
-
-def with_sums(q: Tensor, k: Tensor, c: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
-    """q and k ``[B, T, H, K]`` with the sums ``c [B, T, H]`` as further channels, and the scale of their product."""
-    near = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0  # sums are divided by it without an error
-    parts = _parts(c, q.dtype)
-    ones = torch.ones_like(parts) / near
-    channels = q.shape[-1] + 2 * parts.shape[-1]
-    rest = q.new_zeros(*q.shape[:3], width_with_sums(q.shape[-1], q.dtype) - channels)
-    wide_q = torch.cat([q if near == scale else q * (scale / near), parts.detach() / near, ones, rest], -1)
-    wide_k = torch.cat([k, torch.ones_like(parts), -parts, rest], -1)
-    return wide_q, wide_k, near
-
-
-def width_with_sums(channels: int, dtype: torch.dtype) -> int:
-    """Channels of a key of so many with its sums."""
-    wide = channels + 2 * PARTS[dtype]
-    return wide + (-wide % WIDTH if dtype.itemsize < 8 else 0)
-
-
-def sums_of(k: Tensor, channels: int) -> Tensor:
-    """The sums, fp64, that ride behind the first `channels` channels of keys."""
-    parts = PARTS[k.dtype]
-    return -k[..., channels + parts : channels + 2 * parts].double().sum(-1)
-
-
-def held_sums(c: Tensor, dtype: torch.dtype) -> Tensor:
-    """What keys of a dtype hold of sums, fp64."""
-    return _parts(c, dtype).double().sum(-1)
-
-
-def _parts(c: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums ``[B, T, H]`` as channels that add up to them. The first one has their gradient."""
-    channels = [c.to(dtype)]
-    for _ in range(1, PARTS[dtype]):
-        left = c.detach() - sum(p.detach().double() for p in channels)
-        channels.append(left.to(dtype))
-    return torch.stack(channels, -1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: object, layout: object) -> None:

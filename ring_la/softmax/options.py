@@ -37,6 +37,7 @@ class AttentionOptions(NamedTuple):
     form: LatentForm | None = None
     block: int = 1
     kv_comm_dtype: torch.dtype | None = None
+    sums: int = 0
 
     def scores(self, q: Tensor) -> Scores:
         """What they make of ``q·k``; draws the seed of a dropout mask where none is given. Checked before."""
@@ -55,6 +56,7 @@ class AttentionOptions(NamedTuple):
             dropout_p=float(self.dropout_p),
             seed=seed,
             block=self.block,
+            sums=self.sums,
         )
 
 

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from ..autograd import bare, first_derivative_only
 from ..choices import LatentForm
+from . import sums
 from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
 from .backends.canonical import Canonical
 from .geometry import Pair
 from .merging import Gradients, Partial, Sum, row_sums, wide
 from .results import results
-from .strategies import AttentionJob, Heads, Strategy
+from .strategies import AttentionJob, Heads, PostedKeys, Strategy, post_keys
 from .tensors import Tensors
 from .wire import Unpacking, pack
 
@@ -79,6 +80,22 @@ class AttentionMoves:
             if self.heads is not None:
                 o, lse = _give_heads(self.heads, o, lse)
         return o, lse, saved
+
+    def post(self, x: Tensors, first: bool) -> PostedKeys:
+        """Start to bring x's keys and values to all ranks; its queries are only like those to come. Of plans without
+        heads for tokens, sinks and joint keys."""
+        if self.kv_comm_dtype is not None:
+            x = x._replace(k=pack(x.k, self.kv_comm_dtype), v=pack(x.v, self.kv_comm_dtype))
+        return post_keys(self._job(x), x.k, x.v, first)
+
+    def attend(self, posted: PostedKeys, q: Tensor, width: int) -> Tensor:
+        """o ``[B, T, H, V]`` of this rank's queries over keys that `post` has sent, whose values have `width`
+        channels."""
+        device = q.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            out = Partial((*q.shape[:3], width), q.dtype, q.device)
+            posted.attend(q, out)
+            return out.result()[0]
 
     def saved(self, x: Tensors, o: Tensor, lse: Tensor) -> Saved:
         """What `forward` saves, from its tensors and results: heads travel once more."""
@@ -134,7 +151,10 @@ class AttentionMoves:
         if x.sinks is not None:
             weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
-        inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
+        found = sums.found((split.dq, split.dk), x.q.dtype, job.scores.sums) if job.scores.sums else None
+        inputs = [s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv)]
+        if found is not None:
+            sums.put((inputs[0], inputs[1]), found, job.scores.sums)
         up = job.backend.up_gradients() if isinstance(job.backend, LatentBackend) else ()
         return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)  # type: ignore[call-arg]
 

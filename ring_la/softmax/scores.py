@@ -20,6 +20,7 @@ BEYOND = {
     "softcap": "it has no softcap",
     "alibi_slopes": "it has no ALiBi",
     "dropout_p": "its dropout mask would change with the split",
+    "sums": "its gradients of decays would be rounded",
 }
 """Fields that add to scale and mask, and what is said of a kernel that does not know them."""
 
@@ -34,6 +35,7 @@ class Scores(NamedTuple):
         dropout_p, seed: the probability to drop, and the seed of its mask, an int64 on the CPU.
         heads: number in the whole model of each head at hand; None: 0, 1, …
         block: where queries choose their keys, how many each choice stands for: it and those behind it.
+        sums: where running sums ride behind the channels of q and k, how many channels these have; see `softmax.sums`.
     """
 
     scale: float
@@ -45,6 +47,7 @@ class Scores(NamedTuple):
     seed: Tensor | None = None
     heads: Tensor | None = None
     block: int = 1
+    sums: int = 0
 
     @property
     def reach(self) -> Reach:

@@ -72,12 +72,13 @@ def _draw(argument: Argument, shape: tuple[int, ...], rng: torch.Generator, draw
 def make_states(
     definition: Definition, N: int, H: int = 4, K: int = 6, V: int = 5, seed: int = 1
 ) -> tuple[Tensor, ...]:
-    """The parts of N documents' states, fp64; positive where a part has no values."""
+    """The parts of N documents' states, fp64; positive where a part has no values, and so are square ones of keys."""
     rng = torch.Generator().manual_seed(seed)
     sizes = {"H": H, "K": K, "V": V} | dict(definition.sizes)
     parts = []
     for part in definition.states:
         x = torch.randn(N, *(sizes[letter] for letter in part), generator=rng, dtype=torch.float64)
+        x = x @ x.mT / K if part.endswith("KK") else x
         parts.append(x if len(part) != 2 else x.abs())
     return tuple(parts)
 

@@ -4,7 +4,8 @@
 
 Backward counts twice the forward (Chowdhery et al. 2022, arXiv 2204.02311, app. B). Attention counts the pairs of a
 query and a key that its masks let see each other: half of T² for one causal document, less for packed documents and
-windows. c: writing ``k vᵀ`` and reading ``Sᵀ q`` are 2 each; the delta rule also reads ``Sᵀ k`` (6), rwkv7 reads and
+windows; of chosen keys as many pairs as are chosen, and all pairs that an indexer scores once, without a backward pass.
+c: writing ``k vᵀ`` and reading ``Sᵀ q`` are 2 each; the delta rule also reads ``Sᵀ k`` (6), rwkv7 reads and
 writes once more (8).
 """
 
@@ -18,7 +19,16 @@ import torch
 from torch import nn
 
 from ..models import HybridConfig, HybridLM
-from ..nn import LAYERS, Attention, KVCache, MixtureOfExperts, MultiheadLatentAttention, NativeSparseAttention
+from ..nn import (
+    LAYERS,
+    Attention,
+    DeepSeekSparseAttention,
+    KVCache,
+    MixtureOfBlockAttention,
+    MixtureOfExperts,
+    MultiheadLatentAttention,
+    NativeSparseAttention,
+)
 
 STATE_FLOPS = {"deltanet": 6, "gdn": 6, "kda": 6, "rwkv7": 8}
 """c of the layers that do more than write and read (4)."""
@@ -109,6 +119,14 @@ def _softmaxes(layer: object) -> list[tuple[float, int]]:
     """Of each softmax in a layer, half the channels that a pair of tokens meets, and its window."""
     if isinstance(layer, Attention):
         return [(layer.widths[0], layer.window)]
+    if isinstance(layer, DeepSeekSparseAttention):
+        attention = layer.num_heads * (sum(layer.q_widths) + layer.v_up.shape[1]) / 2
+        index = layer.indexer.q_proj.out_features / 2  # scores alone: half of a pair's FLOPs
+        # all pairs are scored without a backward pass; the indexer's loss has one, over the chosen
+        return [(attention + 2 * index / 3, layer.topk - 1), (index / 3, -1)]
+    if isinstance(layer, MixtureOfBlockAttention):
+        mean_keys = layer.num_kv_heads * layer.widths[0] / layer.num_heads / 2 / layer.block
+        return [(layer.widths[0], layer.topk * layer.block - 1), (mean_keys / 3, -1)]
     if isinstance(layer, MultiheadLatentAttention):
         return [(layer.num_heads * (sum(layer.q_widths) + layer.v_up.shape[1]) / 2, -1)]
     if isinstance(layer, NativeSparseAttention):

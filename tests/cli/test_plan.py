@@ -26,6 +26,8 @@ from ring_la.scan import Chain, CostModel
 from ring_la.scan.auto import Line
 from tests.support.train_example import example
 
+UNRATED = ("nsa", "dsa", "moba")
+
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Line(1e-5, 3e11), Line(2e-5, 4.5e10)
 CLUSTER = Cluster(8, NEAR, FAR, post=0.0, launch=0.0)
@@ -89,7 +91,7 @@ def test_a_group_over_hosts_mixes_near_and_far_links():
     assert CLUSTER.model(8, known).hop == NEAR, "another size is composed of links"
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "nsa"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in UNRATED])
 def test_a_layer_s_parameters_and_work_are_counted(name):
     work = Workload.of(config(name, name))
     model = HybridLM(config(name, name))
@@ -107,9 +109,10 @@ def test_a_layer_s_parameters_and_work_are_counted(name):
         assert block.recurrence == RECURRENCES[name]
 
 
-def test_a_layer_without_a_rate_is_refused():
+@pytest.mark.parametrize("name", UNRATED)
+def test_a_layer_without_a_rate_is_refused(name):
     with pytest.raises(UnsupportedError, match=r"^layers: "):
-        Workload.of(config("nsa"))
+        Workload.of(config(name))
 
 
 def test_experts_count_by_the_active_ones():

@@ -159,7 +159,8 @@ def _model(rng: Random, case: Case) -> Case:
     from ring_la.nn import LAYERS
 
     T = min(case.T, 30)
-    more = sorted(set(LAYERS) - {"nsa", "ttt"})  # one does not go on from a cache on split tokens; for ttt see `draw`
+    whole = {"nsa", "dsa", "moba"}  # they do not go on from a cache on split tokens; for ttt see `draw`
+    more = sorted(set(LAYERS) - whole - {"ttt"})
     layers = [rng.choice(more) for _ in range(2)]
     cuts = sorted({rng.randint(0, T) for _ in range(2)} - {0, T})
     parts = [rng.choice(("contiguous", "zigzag", "whole", "steps")) for _ in range(len(cuts) + 1)]

@@ -35,7 +35,13 @@ from ring_la.kernels.spans import plan, table
 from tests.gpu.test_triton import cases
 from tests.support.triton_cases import RULES, Case
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.float64: "fp64",
+}
 LARGE = table.DESCRIBED
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")

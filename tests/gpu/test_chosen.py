@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ring_la
 from ring_la import reference
-from ring_la.indexers import lightning_index
+from ring_la.indexers import lightning_index, lightning_loss
 from tests.support.attention_cases import error
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,8 @@ def normal(rng: torch.Generator, *shape: int) -> Tensor:
 
 def run(function, x: list[Tensor], do: Tensor, **how) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in x]
-    out = function(*leaves, cu_seqlens=torch.tensor(CU, device="cuda", dtype=torch.int32), **how)
+    how = {"cu_seqlens": torch.tensor(CU, device="cuda", dtype=torch.int32)} | how
+    out = function(*leaves, **how)
     return [out.o.detach(), *torch.autograd.grad(out.o, leaves, do.to(out.o.dtype))]
 
 
@@ -65,13 +66,16 @@ def test_chosen_keys(H, D, block, dtype, backend):
     compare(function, x, do, dtype, dict(how, backend="torch"), dict(how, backend=backend))
 
 
-@pytest.mark.parametrize("form", ["expanded", "absorbed"])
-def test_latents(form):
+@pytest.mark.parametrize(("form", "backend"), [("expanded", None), ("absorbed", None), ("expanded", "cudnn")])
+def test_latents(form, backend):
+    """cuDNN knows no packed documents on a GPU."""
+    where = {} if backend is None else {"cu_seqlens": None}
     rng = torch.Generator("cuda").manual_seed(1)
     x, do = latents(rng, 4), normal(rng, 1, T, 4, V)
     x = [t.bfloat16() for t in x]
-    truth = run(reference.mla, [t.double() for t in x], do)
-    errors = [error(a, b) for a, b in zip(run(ring_la.mla, x, do, form=form), truth)]
+    truth = run(reference.mla, [t.double() for t in x], do, **where)
+    got = run(ring_la.mla, x, do, form=form, backend=backend, **where)
+    errors = [error(a, b) for a, b in zip(got, truth)]
     assert max(errors) < 1.5e-2, errors
 
 
@@ -85,3 +89,22 @@ def test_index_scores(dtype):
     there = ~torch.isneginf(want.scores)
     assert torch.equal(torch.isneginf(got.scores), ~there)
     assert error(got.scores[there], want.scores[there]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_the_loss_of_an_indexer(dtype):
+    """Products of 16-bit numbers are wide: beside fp64 of the same numbers only sums are rounded, and its gradients."""
+    rng = torch.Generator("cuda").manual_seed(3)
+    shapes = ((6, 128), (128,), (6,), (16, L + R), (1, L + R))
+    x = [normal(rng, 2, T, *shape).to(dtype) for shape in shapes]
+    x[2] = x[2].abs() / 6
+    x[3] = x[3] / 24
+    chosen = torch.rand(2, T, T, generator=rng, device="cuda").topk(96, -1).indices[:, :, None].int()
+
+    def run_in(kind: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(kind).requires_grad_() for t in x[:3]]
+        loss = lightning_loss(*leaves, chosen, *(t.to(kind) for t in x[3:]), scale=(N + R) ** -0.5)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    errors = [error(a, b) for a, b in zip(run_in(dtype), run_in(torch.float64))]
+    assert max(errors) < LIMITS[dtype], errors

@@ -8,7 +8,7 @@ import torch
 
 import ring_la
 from ring_la.testing import check_recurrence
-from tests.support import pool, precondition_cases
+from tests.support import gradient_step_cases, log_linear_cases, mesa_cases, pool, precondition_cases, share_cases
 from tests.support.recurrence_cases import COMPOSED, error
 
 
@@ -32,10 +32,10 @@ SUMS = {
     "fp16": (700, 130, None, torch.float16),
     "packed": (2100, 67, (0, 0, 1, 900, 2100, 2100), torch.float32),
     "packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
-    "wide many spans": (3000, 67, None, torch.float32),
-    "wide packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
+    "narrow many spans": (3000, 67, None, torch.float32),
+    "narrow packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
 }
-"""tokens, channels, cu_seqlens, dtype; "wide": by tiles of 64 tokens, which are not the default"""
+"""tokens, channels, cu_seqlens, dtype; "narrow": by tiles of 32 tokens, which are not the default"""
 
 
 @pytest.mark.gpu
@@ -44,8 +44,8 @@ def test_kernels_of_sums(case, record_property, monkeypatch):
     pytest.importorskip("triton")
     from ring_la.kernels.sums import walks
 
-    if case.startswith("wide"):
-        monkeypatch.setattr(walks, "TOKENS", 64)
+    if case.startswith("narrow"):
+        monkeypatch.setattr(walks, "TOKENS", 32)
     T, C, cu, dtype = SUMS[case]
     B = 2 if cu is None else 1
     rng = torch.Generator("cuda").manual_seed(0)
@@ -84,3 +84,77 @@ def test_kernels_of_preconditioned_keys(case, record_property):
     found = precondition_cases.errors(T, K, cu, dtype, "cuda")
     record_property("errors", found)
     assert max(found.values()) < {torch.float32: 1e-5, torch.bfloat16: 6e-3}[dtype], found
+
+
+LOG_LINEAR = {
+    "fp32": (2, (1, 2), (64, 64), ((0, 1000, 0),), torch.float32),
+    "bf16 64": (1, (2, 4), (64, 64), ((0, 2000, 0),), torch.bfloat16),
+    "bf16 128": (2, (2, 2), (128, 128), ((0, 3000, 0),), torch.bfloat16),
+    "fp16 128 to 64": (1, (2, 2), (128, 64), ((0, 1000, 0),), torch.float16),
+    "packed": (1, (2, 2), (128, 128), ((0, 7, 0), (7, 8, 0), (8, 1400, 0), (1400, 1500, 0)), torch.bfloat16),
+    "later parts": (1, (2, 2), (36, 128), ((0, 100, 37), (100, 640, 64), (640, 2000, 4097)), torch.bfloat16),
+}
+"""B, heads, head sizes, runs, dtype"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LOG_LINEAR)
+def test_kernels_of_log_linear_attention(case, record_property):
+    pytest.importorskip("triton")
+    found = log_linear_cases.errors(*LOG_LINEAR[case], "cuda")
+    record_property("errors", found)
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
+    assert max(found.values()) < bound[LOG_LINEAR[case][-1]], found
+
+
+GRADIENT_STEPS = {
+    "128": (1, 512, 2, 128, 16, None, torch.bfloat16),
+    "64": (2, 256, 2, 64, 16, None, torch.bfloat16),
+    "fp16, 32 a mini-batch": (1, 256, 2, 128, 32, None, torch.float16),
+    "64 a mini-batch": (1, 256, 2, 128, 64, None, torch.bfloat16),
+    "36, a rest": (1, 150, 2, 36, 16, None, torch.bfloat16),
+    "a later part": (1, 300, 2, 128, 16, 21, torch.bfloat16),
+}
+"""B, T, H, K, mini-batch, position (see `gradient_step_cases`), dtype"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRADIENT_STEPS)
+def test_kernels_of_ttt_linear(case, record_property):
+    pytest.importorskip("triton")
+    found = gradient_step_cases.errors(*GRADIENT_STEPS[case], "cuda")
+    record_property("errors", found)
+    assert max(found.values()) < 2e-2, found
+
+
+SHARES = {
+    "fp32": (300, 128, None, torch.float32),
+    "packed": (300, 36, (0, 1, 1, 190, 300), torch.float32),
+    "bf16": (2000, 128, None, torch.bfloat16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHARES)
+def test_kernels_of_shares(case, record_property):
+    pytest.importorskip("triton")
+    T, D, cu, dtype = SHARES[case]
+    found = share_cases.errors(T, D, cu, dtype, "cuda")
+    record_property("errors", found)
+    assert max(found.values()) < {torch.float32: 1e-5, torch.bfloat16: 6e-3}[dtype], found
+
+
+SOLVED = {
+    "fp32": (2, 2, 64, (0, 300), True, torch.float32),
+    "bf16 128": (2, 2, 128, (0, 1000), False, torch.bfloat16),
+    "packed bf16": (1, 2, 64, (0, 0, 1, 190, 600), True, torch.bfloat16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SOLVED)
+def test_kernels_of_mesa_net(case, record_property):
+    pytest.importorskip("triton")
+    found = mesa_cases.errors(*SOLVED[case], "cuda")
+    record_property("errors", {"x": found})
+    assert found < {torch.float32: 1e-4, torch.bfloat16: 2e-2}[SOLVED[case][-1]], found

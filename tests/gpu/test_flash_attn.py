@@ -7,12 +7,15 @@ lse, against the PyTorch kernel in fp64. What is not installed, or refuses, is s
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from ring_la.errors import RingLAError
 from ring_la.layout import Layout
 from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, choose
+from ring_la.softmax.backends.triton import table
 from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
@@ -20,7 +23,16 @@ from tests.support.attention_cases import error
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "fa3_fwd", "fa3_fwd_fp8", "flash_attn_4", "triton")
+KERNELS = (
+    "cudnn",
+    "flash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "fa3_fwd",
+    "fa3_fwd_fp8",
+    "flash_attn_4",
+    "triton",
+)
 HEADS = ((64, (4, 4), KERNELS), (128, (8, 2), KERNELS), (256, (8, 2), ("cudnn", "flash", "triton")))
 """Channels, heads of queries and of keys, and the kernels that are asked for them."""
 MASKS: dict[str, dict] = {
@@ -35,6 +47,18 @@ FLOORS = {"fa3_fwd_fp8": 0.1}
 """Of kernels that round more."""
 CU = (0, 7, 7, 600, 601, 830, 1600)
 MEETINGS = (("contiguous", 1, 1), ("contiguous", 2, 0), ("zigzag", 1, 1), ("zigzag", 2, 0), ("zigzag", 0, 3))
+
+
+@pytest.fixture(autouse=True)
+def spans_of_any_width(monkeypatch):
+    """Our kernels of spans, for widths too that they have not been timed at."""
+    for name, more in dict(
+        SPANS_FORWARD={64: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
+        SPANS_KEYS={64: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+        SPANS_QUERIES={64: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
+    ).items():
+        settings = {w: table.TileSettings(*how) for w, how in more.items()}
+        monkeypatch.setattr(table, name, settings | getattr(table, name))
 
 
 def block(kernel, tensors, scores: Scores, pair: Pair) -> dict[str, torch.Tensor]:
@@ -80,7 +104,8 @@ def test_blocks_of_a_ring(name, D, heads, mask, documents):
         rows, keys = (Tokens.of_ranks(layout, [r], torch.device("cuda")) for r in (rank, owner))
         pair, tensors = Pair(rows, keys, scores.reach), drawn(D, heads, len(rows), len(keys))
         got = block(kernel, tensors, scores, pair)
-        near = block(BACKENDS["triton"], tensors, scores, pair)
+        with mock.patch.dict(table.SPANS_FORWARD, clear=True):  # the general kernels
+            near = block(BACKENDS["triton"], tensors, scores, pair)
         want = block(BACKENDS["torch"], [t.double() for t in tensors], scores, pair)
         for result, value in got.items():
             if want[result].any():

@@ -190,6 +190,16 @@ def test_gradients_without_what_the_forward_kept(gradients_in_one_launch, monkey
     assert within(found), found
 
 
+@pytest.mark.parametrize("gate", [mild, none])
+@pytest.mark.parametrize(("B", "T"), [(1, 700), (2, 333), (1, 70)])
+def test_gradients_of_rows_with_a_longer_outer_span(gradients_in_one_launch, monkeypatch, B, T, gate):
+    from ring_la.kernels.wy import gdn_launches
+
+    monkeypatch.setattr(gdn_launches, "UNEVEN", True)
+    found = gradient_errors(inputs(B, T, 4, 2, gate), None, monkeypatch)
+    assert within(found), found
+
+
 def test_gradients_have_the_same_bits_again_and_replayed(gradients_in_one_launch):
     x, runs = inputs(1, 900, 4, 4, mild), []
     for _ in range(5):

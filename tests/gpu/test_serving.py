@@ -5,16 +5,18 @@ Its times: benchmarks/serving.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from ring_la import ContextParallel
-from ring_la.inference import generate
+from ring_la.inference import generate, sharded_weights
+from ring_la.integrations.transformers.sharded import shard_weights
 from ring_la.serving import Engine, Hybrid, NoText
 from ring_la.serving.memory import fitting
 from ring_la.serving.pretrained import Pretrained
+from ring_la.serving.static import StaticBatch
 from ring_la.softmax.products import product
 from tests.support import pool
 from tests.support.pool import Ranks
@@ -52,18 +54,23 @@ def test_tokens(servers):
     assert [len(served) for served, _ in found] == [20, 9, 15, 12, 9]
 
 
+def told(model: torch.nn.Module, asked: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Tokens of `generate` after prompts of some lengths."""
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    want = []
+    for length, n in asked:
+        ids = torch.tensor([prompt(length)], device="cuda") % VOCABULARY
+        all_of_it = torch.ones_like(ids)  # else tokens that are the padding's are left out
+        made = model.generate(ids, attention_mask=all_of_it, max_new_tokens=n, do_sample=False)
+        want.append(made[0, length:].tolist())
+    return want
+
+
 def check_transformers(rank: int) -> list[tuple[list[int], list[int]]] | None:
     """(tokens served, those of `generate`) of each request to a Qwen3-Next whose sequences are rows."""
     cp = ContextParallel(pool.group(), validate="never", timeout=60)
     model = CASES["qwen3_next"].make().eval().cuda()
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    asked, want = [(1, 20), (90, 9), (37, 15), (70, 12)], []
-    for length, n in asked:
-        ids = torch.tensor([prompt(length)], device="cuda") % VOCABULARY
-        all_of_it = torch.ones_like(ids)  # else tokens that are the padding's are left out
-        want.append(
-            model.generate(ids, attention_mask=all_of_it, max_new_tokens=n, do_sample=False)[0, length:].tolist()
-        )
+    want = told(model, asked := [(1, 20), (90, 9), (37, 15), (70, 12)])
     served = Pretrained(model, cp)
     assert (served.flexible, served.resumes, served.goes_on) == (True, True, True)
     jobs = [Timed([token % VOCABULARY for token in prompt(length)], n) for length, n in asked]
@@ -75,6 +82,40 @@ def check_transformers(rank: int) -> list[tuple[list[int], list[int]]] | None:
 def test_models_of_transformers(servers):
     (found,) = [x for x in servers.run(servers.size, check_transformers, timeout=240) if x is not None]
     assert [served for served, _ in found] == [generated for _, generated in found]
+
+
+def check_steps(rank: int, name: str) -> tuple[list[tuple[list[int], ...]], int, dict[str, float]] | None:
+    """(tokens served by graphs, by plain steps, those of `generate`) of each request to a mixture, whose weights are in
+    parts where there are several ranks; the graphs, and milliseconds a token of each way."""
+    cp = ContextParallel(pool.group(), validate="never", timeout=60)
+    model = CASES[name].make().eval().cuda()
+    want = told(model, asked := [(1, 30), (40, 12), (13, 20)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_weights, "LEAST", 512)
+        weights = shard_weights(model, cp)
+    if weights is not None:
+        weights.settle(model)
+    served, tokens, times, graphs = Pretrained(model, cp), {}, {}, 0
+    for captured in (False, True):
+        jobs = [Timed([token % VOCABULARY for token in prompt(length)], n) for length, n in asked]
+        engine = Engine(served, NoText(), cp, batch=2, patience=90, capture=captured)
+        assert isinstance(engine.batch, StaticBatch) == captured
+        if answer(engine, jobs) is not None:
+            tokens[captured] = [each.tokens for each in jobs]
+            gaps = [b - a for each in jobs for a, b in zip(each.times, each.times[1:])]
+            times["captured" if captured else "plain"] = 1000 * sorted(gaps)[len(gaps) // 2]
+        graphs = engine.batch.graphs
+    return (list(zip(tokens[True], tokens[False], want, strict=True)), graphs, times) if tokens else None
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "kimi_linear"])
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_steps_of_models_of_transformers_that_are_one_graph(servers, name, record_property):
+    [(found, graphs, times)] = [x for x in servers.run(servers.size, check_steps, name, timeout=120) if x is not None]
+    record_property("milliseconds a token", times)
+    assert [captured for captured, _, _ in found] == [generated for *_, generated in found]
+    assert [plain for _, plain, _ in found] == [generated for *_, generated in found]
+    assert graphs >= 1
 
 
 def check_captured(rank: int) -> tuple[list[tuple[list[int], list[int]]], int, dict[str, float]] | None:
@@ -89,7 +130,7 @@ def check_captured(rank: int) -> tuple[list[tuple[list[int], list[int]]], int, d
             tokens[captured] = [each.tokens for each in jobs]
             gaps = [b - a for each in jobs for a, b in zip(each.times, each.times[1:])]
             times["captured" if captured else "plain"] = 1000 * sorted(gaps)[len(gaps) // 2]
-        graphs = engine.batch._step.graphs if captured else 0
+        graphs = engine.batch.graphs
     if not tokens:
         return None
     return list(zip(tokens[True], tokens[False], strict=True)), graphs, times

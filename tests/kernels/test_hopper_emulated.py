@@ -6,6 +6,7 @@ GPU in tests/gpu/test_bounded_kda.py and test_fused_delta.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -20,7 +21,7 @@ interpreted()
 from ring_la import reference  # noqa: E402
 from ring_la.kernels.protocol import Inputs  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
-from ring_la.kernels.wy import gdn_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
@@ -32,10 +33,16 @@ LIMIT = 6e-3
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """The kernels run here, their threads in an order that is drawn; spans are short, and combine in long rows."""
-    for module, name in ((gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel")):
+    both = (
+        (module, name)
+        for module in (gdn_launches, gla_launches, dplr_launches)
+        for name in ("forward_kernel", "backward_kernel")
+    )
+    for module, name in (*both, (kda_launches, "kernel")):
         made = getattr(module, name)
         made = functools.cache(lambda *how, made=made: Emulated(made(*how), seed=1))
         monkeypatch.setattr(module, name, made)
+    for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
@@ -55,10 +62,23 @@ def check(function, x: list[Tensor], cu, got: dict[str, Tensor], S0: Tensor, do:
     leaves = [t.double().requires_grad_() for t in (*x, S0)]
     want = function(*leaves[:-1], initial_state=leaves[-1], output_final_state=True, cu_seqlens=cu)
     grads = torch.autograd.grad((want.o, want.final_state), leaves, (do.double(), dS.double()))
-    names = ["q", "k", "v", "g", "beta", "S0"] if len(x) == 5 else ["q", "k", "v", "beta", "S0"]
+    names = [n for n in got if n not in ("o", "S", "S0")] + ["S0"]
     wanted = {"o": want.o, "S": want.final_state, **dict(zip(names, grads, strict=True))}
     found = {n: ((got[n].reshape(y.shape).double() - y).norm() / y.norm()).item() for n, y in wanted.items()}
     assert all(e <= LIMIT for e in found.values()), found
+
+
+class FarCall(gdn_launches.GDNCall):
+    """Its chunks' numbers begin where what they leave lies behind 2^31 bytes."""
+
+    FROM = 2**16
+
+    @classmethod
+    def of(cls, *args, **named):
+        call = super().of(*args, **named)
+        if call.runs is not None:
+            call.runs.table[:, 3] += cls.FROM
+        return dataclasses.replace(call, chunks=call.chunks + cls.FROM)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +93,9 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
     N = 1 if cu is None else len(cu) - 1
     S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
     inputs = Inputs(q, k, v, g, beta)
+    monkeypatch.setattr(gdn_launches, "UNEVEN", T == 140)
+    if cu is not None:
+        monkeypatch.setattr(gdn_launches, "GDNCall", FarCall)
     o, S, kept = gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=True)
     grads, dS0 = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], kept)
     got = {"o": o, "S": S, "S0": dS0, **{n: x for n, x in grads._asdict().items() if x is not None}}
@@ -82,6 +105,56 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
         monkeypatch.setattr(gdn_launches, "group", lambda chunks, heads: 1)
         again, _ = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], None)
         assert all(torch.equal(a, b) for a, b in zip(grads[:5], again[:5], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "cu", "fall", "dtype"),
+    [(150, 2, (0, 0, 30, 131, 150), 1.0, torch.float32), (330, 1, None, 0.02, torch.bfloat16),
+     (140, 2, None, 20.0, torch.bfloat16)],
+    ids=["packed and forgetting", "waiting", "factors that do not fit"],
+)  # fmt: skip
+def test_gla(monkeypatch, T, H, cu, fall, dtype):
+    q, k, v, _ = draw(T, H, H if cu is None else 1)
+    g = (fall * F.logsigmoid(torch.randn(1, T, H, 128))).to(dtype)
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    N = 1 if cu is None else len(cu) - 1
+    S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
+    if cu is not None:
+        monkeypatch.setattr(gla_launches, "GDNCall", FarCall)
+    inputs, scale = Inputs(q, k, v, g), 128**-0.5
+    o, S, kept = gla_launches.forward(inputs, offsets, scale, S0[None], True, keep=True)
+    grads, dS0 = gla_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], kept)
+    got = {"o": o, "S": S, **{n: x for n, x in grads._asdict().items() if x is not None}, "S0": dS0}
+    check(reference.gla, [q, k, v, g], offsets, got, S0, do, dS)
+    if H > 1:  # made again, a head at a time
+        monkeypatch.setattr(gla_launches, "group", lambda chunks, heads: 1)
+        again, _ = gla_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], None)
+        assert all(torch.equal(a, b) for a, b in zip(grads[:4], again[:4], strict=True))
+
+
+@pytest.mark.parametrize(("T", "cu"), [(150, (0, 0, 30, 131, 150)), (200, None)], ids=["packed", "waiting"])
+def test_dplr(monkeypatch, T, cu):
+    H = 2 if cu else 1
+    q, k, v, _ = draw(T, H, 1)
+    a = -F.normalize(torch.randn(1, T, H, 128), dim=-1)
+    b, g = (
+        (-a * torch.randn(1, T, H, 128).sigmoid()).bfloat16(),
+        (-0.6 * torch.randn(1, T, H, 128).sigmoid()).bfloat16(),
+    )
+    a, offsets = a.bfloat16(), None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    N = 1 if cu is None else len(cu) - 1
+    S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
+    inputs, scale = Inputs(q, k, v, g, None, a, b), 128**-0.5
+    if cu is not None:
+        monkeypatch.setattr(dplr_launches, "GDNCall", FarCall)
+    o, S, kept = dplr_launches.forward(inputs, offsets, scale, S0[None], True, keep=True)
+    grads, dS0 = dplr_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], kept)
+    named = {n: getattr(grads, n) for n in ("q", "k", "v", "a", "b", "g")}
+    check(reference.dplr_delta_rule, [q, k, v, a, b, g], offsets, {"o": o, "S": S, **named, "S0": dS0}, S0, do, dS)
+    if H > 1:  # made again, a head at a time
+        monkeypatch.setattr(dplr_launches, "group", lambda chunks, heads: 1)
+        again, _ = dplr_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], None)
+        assert all(x is y or torch.equal(x, y) for x, y in zip(grads, again, strict=True))
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -1,4 +1,4 @@
-"""Kernels around one recurrence each, interpreted without a GPU: preconditioned keys, a bonus."""
+"""Kernels around one recurrence each, interpreted without a GPU: preconditioned keys, a bonus, shares, a solver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 
 from ring_la.kernels.fused.bonus import plain_bonus
 from tests.support.interpreter import interpreted
+from tests.support.mesa_cases import errors as mesa_errors
 from tests.support.precondition_cases import errors
+from tests.support.share_cases import errors as share_errors
 from tests.support.triton_cases import error
 
 interpreted()
@@ -36,3 +38,15 @@ def test_a_bonus_is_its_plain_form():
     pairs = [(bonus_kernel.forward(*x, 0.5), true), *zip(bonus_kernel.backward(do, *x[1:], 0.5), grads)]
     assert [a.shape for a, _ in pairs] == [b.shape for _, b in pairs]
     assert max(error(a, b) for a, b in pairs) < 1e-5
+
+
+@pytest.mark.parametrize("cu", [None, (0, 0, 1, 66, 70)])
+def test_shares_are_those_of_the_token_loop(cu):
+    """Logits that grow from tile to tile, and documents that begin with something and with nothing."""
+    worst = share_errors(70, 20, cu, torch.float32, DEVICE)
+    assert all(e < 1e-5 for e in worst.values()), worst
+
+
+@pytest.mark.parametrize(("B", "K", "cu"), [(2, 20, (0, 70)), (1, 16, (0, 0, 1, 40, 100))])
+def test_systems_are_solved(B, K, cu):
+    assert mesa_errors(B, 2, K, cu, True, torch.float32, DEVICE) < 1e-5

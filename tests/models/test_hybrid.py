@@ -55,6 +55,29 @@ def test_loss_is_the_mean_over_targets():
     torch.testing.assert_close(model.loss(ids, cu_seqlens=torch.tensor(CU)), F.cross_entropy(logits[at], label))
 
 
+def check_own_losses(rank: int) -> None:
+    cp, ids, bare = ContextParallel(group()), tokens(2, TOKENS), {}
+    for factor in (0.0, 3.0):
+        options = {"dsa": {"topk": 5, "index_heads": 12, "index_dim": 4, "index_loss": factor}}
+        whole, split = (make(layers=("gdn", "dsa"), options=options) for _ in range(2))
+        bare[factor], losses = whole.loss(ids), []
+        whole(ids, losses=losses)
+        (bare[factor] / 4).backward()
+        layout = cp.layout(TOKENS)
+        split.loss(layout.shard(ids), layout=layout, total=4 * 2 * (TOKENS - 1)).backward()  # a quarter of a batch
+        for (name, p), q in zip(split.named_parameters(), whole.parameters(), strict=True):
+            assert (q.grad is None) == (p.grad is None) == (factor == 0 and "indexer" in name), name
+            if q.grad is not None:
+                error = (cp.comm.all_reduce(p.grad).wait() - q.grad).abs().max()
+                assert error <= 1e-9 * max(1e-3, q.grad.abs().max()), name
+    torch.testing.assert_close(bare[3.0] - bare[0.0], losses[0], rtol=1e-9, atol=0)
+    assert losses[0] > 0
+
+
+def test_a_layer_s_own_loss_is_part_of_the_model_s(ranks):
+    ranks.run(2, check_own_losses)
+
+
 def test_documents_do_not_see_each_other():
     model, ids = make(), tokens(1, TOKENS)
     packed = model(ids, cu_seqlens=torch.tensor(CU)).logits

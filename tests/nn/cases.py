@@ -7,10 +7,13 @@ import torch
 from ring_la.nn import LAYERS, KVCache, Layer
 
 DIM = 16
+# many heads of an indexer: tokens whose score is 0 in all of them are chosen among by chance
 OPTIONS = {
     "attention": {"num_kv_heads": 2, "qk_norm": True, "gated": True},
     "mla": {"q_rank": 12, "value_dim": 3},
     "nsa": {"num_kv_heads": 2, "length": 4, "stride": 2, "block": 4, "topk": 4, "window": 3},
+    "dsa": {"topk": 4, "index_heads": 12, "index_dim": 4, "q_rank": 12},
+    "moba": {"num_kv_heads": 2, "block": 3, "topk": 2, "qk_norm": True},
     "deltanet": {"negative_eigenvalues": True},
     "gdn": {"num_value_heads": 8, "value_dim": 3},
     "hgrn2": {"lower_bound": 0.2},

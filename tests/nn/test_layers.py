@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, UnsupportedError
+from ring_la.indexers import lightning_index
 from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, MultiheadLatentAttention
 from ring_la.nn.decoding import KVRows
 from ring_la.nn.seats import Seats
@@ -76,7 +77,7 @@ def test_a_window_holds_while_decoding():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision_runs(name):
-    every = {"topk": 18} if name == "nsa" else {}  # all blocks: another choice is no rounding error
+    every = {"nsa": {"topk": 18}, "dsa": {"topk": 70}, "moba": {"topk": 24}}.get(name, {})  # another choice is no error
     layer, x = make(name, torch.float32, **every), random(1, 70, DIM).float()
     exact = layer(x).o
     with torch.autocast("cpu", torch.bfloat16):
@@ -119,6 +120,9 @@ BAD_OPTIONS = [
     ("attention", dict(num_kv_heads=0), "num_kv_heads"),
     ("mla", dict(rope_dim=3), "rope_dim"),
     ("nsa", dict(length=24), "length"),
+    ("dsa", dict(index_dim=1), "index_dim"),
+    ("dsa", dict(index_loss=-1), "index_loss"),
+    ("moba", dict(block=0), "block"),
     ("attention", dict(window=-5), "window"),
     ("attention", dict(head_dim=3), "head_dim"),  # rotation pairs channels
     ("retention", dict(head_dim=3), "head_dim"),
@@ -143,7 +147,7 @@ def test_a_cache_of_other_documents_or_heads_is_refused():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["mla", "nsa"])
+@pytest.mark.parametrize("name", ["mla", "nsa", "dsa", "moba"])
 def test_rows_of_several_lengths_share_memory(name):
     """As a server decodes: each sequence goes on by a token as it does alone."""
     layer, x = make(name), random(3, 12, DIM)
@@ -260,6 +264,25 @@ def test_multihead_latent_attention_is_deepseek_v3s():
     table = deepseek.DeepseekV3RotaryEmbedding(config)(x, torch.arange(70)[None])
     mask = torch.full((70, 70), -torch.inf).triu(1)[None, None]
     close(ours(x).o, theirs(x, table, mask)[0], 2e-5)
+
+
+def test_a_lightning_indexer_is_deepseek_v3_2s():
+    deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
+    config = deepseek.DeepseekV32Config(
+        hidden_size=DIM, num_attention_heads=2, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4,
+        v_head_dim=5, num_hidden_layers=1, index_n_heads=5, index_head_dim=8, index_topk=9,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs, sizes = deepseek.DeepseekV32Indexer(config, 0), dict(head_dim=6, rope_dim=4, kv_rank=10, q_rank=12)
+    ours = LAYERS["dsa"](DIM, 2, topk=9, index_heads=5, index_dim=8, **sizes).indexer
+    names = {"q_proj.weight": "wq_b.weight", "k_proj.weight": "wk.weight", "w_proj.weight": "weights_proj.weight"}
+    copy(ours, theirs, names | {name: name for name in ("k_norm.weight", "k_norm.bias")})
+    x, source = random(2, 70, DIM).float(), random(2, 70, 12).float()
+    table = deepseek.DeepseekV32RotaryEmbedding(config)(x, torch.arange(70)[None])
+    mask = torch.full((70, 70), -torch.inf).triu(1)[None]
+    got = lightning_index(*ours(source, x, torch.arange(70)), 9).places[:, 8:, 0]
+    want = theirs(x, source, table, mask, position_ids=None)[:, 8:]
+    assert torch.equal(got.sort().values, want.sort().values)
 
 
 def test_lightning_attention_is_minimaxs():

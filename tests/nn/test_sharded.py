@@ -11,6 +11,8 @@ from tests.nn.cases import DIM, NAMES, make, parts
 from tests.support.pool import group
 
 TOKENS = 37
+WHOLE = ("nsa", "dsa", "moba")
+"""They read a prompt at once."""
 CU = [0, 3, 3, 20, 37]
 CASES = {
     "two ranks": (2, "zigzag", None),
@@ -29,16 +31,19 @@ def check(rank: int, name: str, kind: str, cu: list[int] | None, replay: bool = 
     x_whole, x_split = x.clone().requires_grad_(), layout.shard(x).requires_grad_()
     offsets = None if cu is None else torch.tensor(cu)
 
-    out = whole(x_whole, output_state=True, cu_seqlens=offsets)
-    (objective(out.o, weights) + on_state(out.state)).backward()
+    out = whole(x_whole, output_state=True, output_loss=True, cu_seqlens=offsets)
+    (objective(out.o, weights) + on_state(out.state) + own(out.loss)).backward()
     if replay:
-        o, *state = checkpoint(_tensors, split, x_split, layout, use_reentrant=False)
+        o, loss, *state = checkpoint(_tensors, split, x_split, layout, use_reentrant=False)
     else:
-        o, *state = _tensors(split, x_split, layout)
-    part = objective(o, layout.shard(weights))
+        o, loss, *state = _tensors(split, x_split, layout)
+    part = objective(o, layout.shard(weights)) + own(loss)
     (part + on_state(state) / cp.size).backward()
 
     close(o, layout.shard(out.o))
+    assert (loss is not None) == (name == "dsa")
+    if loss is not None:
+        close(cp.comm.all_reduce(loss.detach()).wait(), out.loss)
     for a, b in zip(state, parts(out.state), strict=True):
         close(a, b)
     close(x_split.grad, layout.shard(x_whole.grad))
@@ -47,9 +52,14 @@ def check(rank: int, name: str, kind: str, cu: list[int] | None, replay: bool = 
         close(cp.comm.all_reduce(p.grad).wait(), q.grad, label)
 
 
-def _tensors(layer, x, layout) -> tuple[torch.Tensor, ...]:
-    out = layer(x, output_state=True, layout=layout)
-    return (out.o, *parts(out.state))
+def _tensors(layer, x, layout) -> tuple[torch.Tensor | None, ...]:
+    out = layer(x, output_state=True, output_loss=True, layout=layout)
+    return (out.o, out.loss, *parts(out.state))
+
+
+def own(loss: torch.Tensor | None) -> torch.Tensor | float:
+    """What the layer adds to a training loss, large enough for a wrong gradient to show."""
+    return 0.0 if loss is None else 100 * loss
 
 
 def objective(o: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -108,21 +118,22 @@ def check_more(rank: int, name: str) -> None:
         close(a, b)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "nsa"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WHOLE])
 def test_a_prompt_in_two_split_parts(ranks, name):
     ranks.run(2, check_more, name)
 
 
-def check_no_more(rank: int) -> None:
-    layout, layer = ContextParallel(group(), scan="ring").layout(TOKENS), make("nsa")
+def check_no_more(rank: int, name: str) -> None:
+    layout, layer = ContextParallel(group(), scan="ring").layout(TOKENS), make(name)
     x = layout.shard(torch.zeros(1, TOKENS, DIM, dtype=torch.float64))
     state = layer(x, layout=layout, output_state=True).state
     with pytest.raises(UnsupportedError, match=r"^state: "):
         layer(x, state=state, layout=layout)
 
 
-def test_blocks_do_not_go_on_from_a_cache_on_split_tokens(ranks):
-    ranks.run(2, check_no_more)
+@pytest.mark.parametrize("name", WHOLE)
+def test_chosen_keys_do_not_go_on_from_a_cache_on_split_tokens(ranks, name):
+    ranks.run(2, check_no_more, name)
 
 
 def check_refusals(rank: int) -> None:

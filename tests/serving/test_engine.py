@@ -37,7 +37,7 @@ from ring_la.serving import (
 )
 from ring_la.serving.disk import fingerprint
 from ring_la.serving.ranks import What
-from tests.support.generation import greedy, make, tokens
+from tests.support.generation import WHOLE, greedy, make, tokens
 from tests.support.pool import group
 
 LONG = 60.0
@@ -68,11 +68,11 @@ def serve(engine: Engine, jobs: Sequence[Completion]) -> None:
     engine.run()
 
 
-def engine(cp: ContextParallel | None = None, without: tuple[str, ...] = ("nsa",), **options) -> Engine:
+def engine(cp: ContextParallel | None = None, without: tuple[str, ...] = WHOLE, **options) -> Engine:
     return Engine(Hybrid(make(without)), NoText(), cp, patience=LONG, **options)
 
 
-def truth(ids: Sequence[int], n: int, without: tuple[str, ...] = ("nsa",)) -> list[int]:
+def truth(ids: Sequence[int], n: int, without: tuple[str, ...] = WHOLE) -> list[int]:
     return greedy(make(without), torch.tensor([ids]), n)[0].tolist()
 
 
@@ -92,7 +92,7 @@ def test_requests_on_ranks(ranks, size, piece):
     assert ranks.run(size, check_requests, piece)[0] == [truth(prompt(length), n, ()) for length, n in ASKED]
 
 
-FIXED = ("nsa", "mla")
+FIXED = (*WHOLE, "mla")
 """Layers that have no states of fixed addresses."""
 
 

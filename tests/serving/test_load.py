@@ -26,6 +26,7 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Bytes, Ended, Engine, Event, Failed, NoText
 from ring_la.serving.load import load, vocabulary
 from ring_la.serving.model import Served, rehearse
+from ring_la.serving.static import StaticBatch
 from tests.serving.test_engine import LONG, Asked
 from tests.support.pool import group
 from tests.support.transformers_models import CASES, SMALL, VOCABULARY
@@ -153,13 +154,16 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (21, 2, 1, 5)]
 
 
-def answers(folder: str, cp: ContextParallel | None = None, parts: bool = False) -> tuple[list[list[int]], list[int]]:
+def answers(
+    folder: str, cp: ContextParallel | None = None, parts: bool = False, fixed: bool = False
+) -> tuple[list[list[int]], list[int]]:
     """Tokens of all prompts side by side, read in pieces; and of the kept ones again, what was not read anew. Where
-    weights are sharded another prompt fails among them."""
+    weights are sharded another prompt fails among them. fixed: states have fixed addresses."""
     model, text = load(folder, cp, sharded=parts)
     bad = Asked([5, 6, 7, 8, 9, 1], 5)
     jobs, again = [Asked(ids, 5) for ids in prompts()], [Asked(ids, 5) for ids in prompts()[:2]]
-    engine = Engine(model, text, cp, patience=LONG, piece=13, batch=3, keep=1 << 20)
+    engine = Engine(model, text, cp, patience=LONG, piece=13, batch=3, keep=1 << 20, capture=fixed)
+    assert isinstance(engine.batch, StaticBatch) == fixed
     sizes, step = [], model.step
     model.step = lambda tokens, states, in_place: sizes.append(len(tokens)) or step(tokens, states, in_place)
     hear = jobs[0].emit
@@ -215,12 +219,14 @@ def assert_shared(model: torch.nn.Module, ranks: int) -> None:
     assert ranks == 1 or held_weights(model) < 0.8 * sum(size for _, size, _ in parts)
 
 
-def check_transformers(rank: int, folders: list[str], parts: bool = False) -> list[tuple[list[list[int]], list[int]]]:
+def check_transformers(
+    rank: int, folders: list[str], parts: bool = False, fixed: bool = False
+) -> list[tuple[list[list[int]], list[int]]]:
     cp = ContextParallel(group(), scan="ring", validate="never")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_weights, "LEAST", LARGE)
         patch.setattr(sharded, "STRIP", 4)
-        return [answers(folder, cp, parts) for folder in folders]
+        return [answers(folder, cp, parts, fixed) for folder in folders]
 
 
 LARGE = 512
@@ -238,10 +244,11 @@ def test_models_of_transformers(ranks, tmp_path: Path):
         said = [row[-5:] for row in made]
         want.append((said + said[:2], [21, 2]))
         folders.append(str(tmp_path / name))
-    assert [answers(folder) for folder in folders] == want
+    assert [answers(folder, fixed=True) for folder in folders] == want
     assert ranks.run(2, check_transformers, folders)[0] == want
     for size, some in ((1, slice(1)), (3, slice(None))):
         assert ranks.run(size, check_transformers, folders[some], True)[0] == want[some], size
+    assert ranks.run(2, check_transformers, folders[::4], True, True)[0] == want[::4]
     assert ranks.run(4, check_transformers, folders[::4])[0] == want[::4]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import ring_la
 from ring_la import reference
-from ring_la.softmax.backends import chosen
+from ring_la.softmax.backends import Ask, choose_for_chosen, chosen, latents
 from ring_la.softmax.strategies.choice import pick_for_chosen
 from ring_la.softmax.strategies.chosen import pays
 from tests.support.attention_cases import Case, error
@@ -22,6 +23,7 @@ from tests.support.split_attention import KINDS
 @pytest.mark.parametrize("feature", FEATURES)
 def test_one_device_is_the_loop(feature, packed, monkeypatch):
     monkeypatch.setattr(chosen, "NUMBERS", 2000)  # a few rows at a time
+    monkeypatch.setattr(latents, "AT_ONCE", 10)
     case, want = draw(feature, packed), truth(feature, packed)
     got = run(function_of(case), case, cu_seqlens=torch.tensor(CU) if packed else None)
     assert all(error(got[n], x) < 1e-9 for n, x in want.items()), {n: error(got[n], x) for n, x in want.items()}
@@ -36,6 +38,13 @@ def test_all_keys_chosen_is_attention():
 
 
 def check(rank: int, P: int) -> list[str]:
+    if P == 3:
+        with patch.object(latents, "AT_ONCE", 4):  # of the 9 or 10 queries on latents that a rank has
+            return compared(P)
+    return compared(P)
+
+
+def compared(P: int) -> list[str]:
     cp, bad = ring_la.ContextParallel(group(P), scan="ring"), []
     for packed, kind in ((False, "zigzag"), *((True, kind) for kind in KINDS[: P if P < 3 else None])):
         layout = cp.layout(T, kind, cu_seqlens=CU if packed else None)
@@ -44,6 +53,21 @@ def check(rank: int, P: int) -> list[str]:
                 errors = compare(layout, draw(feature, packed), truth(feature, packed), strategy=strategy)
                 bad += [f"{packed} {kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
     return bad
+
+
+def test_which_kernel_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    facts = {"latents": (16, 1, 576, 512), "keys": (16, 1, 64, 64), "blocks": (64, 4, 128, 128)}
+    taken = {"latents": "triton_sorted", "keys": "triton", "blocks": "triton"}
+    for name, numbers in facts.items():
+        for device, repeatable, kernel in (
+            ("cuda", False, taken[name]),
+            ("cuda", True, "torch"),
+            ("cpu", False, "torch"),
+        ):
+            ask = Ask(torch.device(device), torch.bfloat16, *numbers, repeatable=repeatable)
+            assert choose_for_chosen(ask, None).name == kernel
+    assert choose_for_chosen(Ask(torch.device("cuda"), torch.float64, 16, 1, 576, 512), None).name == "torch"
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_la
 from ring_la.indexers import chosen, lightning, lightning_index, lightning_loss
+from ring_la.nn import DeepSeekSparseAttention
 from ring_la.softmax.backends import chosen as kernels
 from tests.support.pool import group
 
@@ -55,8 +56,15 @@ def used(cp: ring_la.ContextParallel, T: int) -> dict[str, int]:
         out = lightning_loss(*index, kept["chosen"], q, k, layout=layout)
         torch.autograd.grad(out, index)
 
+    layer = DeepSeekSparseAttention(16, H, kv_rank=4, topk=S, index_heads=HI, index_dim=D)
+    x = torch.randn(1, n, 16, generator=rng)
+
+    def step() -> None:
+        out = layer(x, layout=layout, output_loss=True)
+        (out.o.sum() + out.loss).backward()
+
     parts = dict(choose=choose, forward=forward, backward=lambda: torch.autograd.grad(kept["o"].sum(), leaves))
-    return {name: largest(part) for name, part in (*parts.items(), ("loss", loss))}
+    return {name: largest(part) for name, part in (*parts.items(), ("loss", loss), ("step of a layer", step))}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ tests/gpu/test_attention_split.py."""
 from __future__ import annotations
 
 import os
-import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from ring_la.comm import memory as module
-from ring_la.comm.memory import SECTOR, Memory
+from ring_la.comm.memory import GroupMemory, Memory
 from ring_la.errors import PeerError
 from ring_la.layout import Layout
 from ring_la.softmax.backends import BACKENDS, LatentBackend
@@ -23,46 +22,8 @@ from ring_la.softmax.strategies import STRATEGIES, Copied
 from ring_la.softmax.strategies.copied import SHORT
 from ring_la.softmax.strategies.schedule import Schedule, needs_of
 from tests.support.attention_cases import DOCUMENTS, draw, truth
-from tests.support.pool import group
+from tests.support.file_memory import over_files
 from tests.support.split_attention import KINDS, compare
-
-
-class Files(Memory):
-    """Memory of all ranks as files; copies are done at once, and flags by Python or by the kernels, interpreted."""
-
-    folder = ""
-    by_kernels = False
-
-    @classmethod
-    def open(cls, own, size: int) -> Files:
-        total = module._head(own.size) + -(-size // 16) * 16
-        names = [f"{cls.folder}/{own.size}-{total}-{r}" for r in range(own.size)]
-        return cls(own, [torch.from_file(n, shared=True, size=total, dtype=torch.uint8) for n in names])
-
-    def _launch(self, name: str, *numbers: int) -> None:
-        if self.by_kernels:
-            super()._launch(name, *numbers)
-        elif name == "arrived":
-            for r in range(self.members.size):
-                if numbers[0] >> r & 1:
-                    self._take(r)
-        else:
-            dist.barrier(self.members.group)
-
-    def _take(self, rank: int) -> None:
-        flag, deadline = self._own[rank * SECTOR // 4 :][:1], time.monotonic() + 60
-        while not flag.item():
-            assert time.monotonic() < deadline, f"nothing from rank {rank}"
-            time.sleep(0)
-        flag.zero_()
-
-
-def over_files(P: int, folder: str, by_kernels: bool = False):
-    """A group whose ranks copy from each other's memory, as on the GPUs of one host."""
-    cp = ring_la.ContextParallel(group(P), scan="ring")
-    cp.comm.copies = True
-    Files.folder, Files.by_kernels = folder, by_kernels
-    return cp, mock.patch.object(Memory, "open", Files.open)
 
 
 def check_copied(rank: int, P: int, folder: str, documents: str, features: tuple[str, ...], kernels: bool) -> list[str]:
@@ -111,6 +72,30 @@ def test_two_streams_where_they_were_faster(asked, captured, tokens, two):
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured):
         assert Copied(asked).overlaps(mock.Mock(backend=BACKENDS["torch"]), q) is two
         assert not Copied(asked).overlaps(mock.Mock(backend=mock.Mock(spec=LatentBackend)), q)
+
+
+class Opened:
+    """Memory that knows its size alone."""
+
+    def __init__(self, members: object, size: int) -> None:
+        self.size = size
+
+    def late(self) -> list[int]:
+        return []
+
+
+def test_memory_of_a_graph_lives_when_a_larger_one_takes_its_place():
+    memory, capturing = GroupMemory(mock.Mock(on_cuda=True), mock.Mock()), mock.Mock(return_value=False)
+    cuda = dict(is_current_stream_capturing=capturing, synchronize=mock.Mock())
+    with mock.patch.object(Memory, "open", Opened), mock.patch.multiple(torch.cuda, **cuda):
+        small = weakref.ref(memory.of(1 << 20))
+        capturing.return_value = True
+        larger = weakref.ref(memory.of(2 << 20))
+        assert small() is None
+        memory.of(3 << 20)
+        assert larger() is not None
+        memory.release()
+        assert larger() is None
 
 
 def rounds_of(T: int, P: int, reach: Reach, cu=None) -> list[list[int]]:

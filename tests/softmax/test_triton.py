@@ -5,6 +5,7 @@ The GPU's own check is tests/gpu/test_attention.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -17,14 +18,15 @@ from ring_la.softmax.geometry.placement import WholePlacement
 from ring_la.softmax.merging import Gradients, Partial, Sum, one_pass, row_sums
 from ring_la.softmax.scores import Scores
 from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
-from tests.support.interpreter import interpreted
+from tests.support.interpreter import compute_bf16, interpreted
 
 interpreted()
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("GPUs have a check of their own", allow_module_level=True)
 
-from ring_la.softmax import attention  # noqa: E402
-from ring_la.softmax.backends.triton import launch, plan, table  # noqa: E402
+from ring_la.softmax import attention, forgetting_attention  # noqa: E402
+from ring_la.softmax.backends.canonical import Canonical  # noqa: E402
+from ring_la.softmax.backends.triton import CanonicalTriton, launch, plan, span_launch, spans, table  # noqa: E402
 from ring_la.softmax.merging import fused  # noqa: E402
 
 
@@ -77,6 +79,74 @@ def test_blocks_of_any_layout(kind, cu):
         tensors, pair = [torch.randn(*s) for s in shapes], Pair(rows, keys, scores.reach)
         for got, want in zip(*(block(b, scores, tensors, pair) for b in ("triton", "torch"))):
             assert error(got, want) < 1e-5
+
+
+@pytest.fixture
+def of_spans(monkeypatch):
+    """Kernels of spans, small tiles, documents of 40 rows long ones; how often they are launched."""
+    for name, (rows, keys) in dict(SPANS_FORWARD=(32, 16), SPANS_KEYS=(16, 32), SPANS_QUERIES=(32, 32)).items():
+        monkeypatch.setattr(table, name, {64: table.TileSettings(rows, keys, 4, 2)})
+    monkeypatch.setattr(spans, "ALONE", 40)
+    seen, launched = [], span_launch.OfSpans._launch
+    monkeypatch.setattr(span_launch.OfSpans, "_launch", lambda self, *a: (seen.append(self), launched(self, *a)))
+    return seen
+
+
+@pytest.mark.parametrize("reach", [(None, 0), (None, None), (5, 3)])
+@pytest.mark.parametrize(("kind", "cu"), [("zigzag", None), ("balanced", (0, 7, 7, 90, 91, 198)), ("striped", None)])
+def test_spans_of_any_layout(kind, cu, reach, of_spans):
+    """Rows off a boundary, grouped heads, values wider than keys; blocks that spans do not describe go elsewhere."""
+    torch.manual_seed(0)
+    cpu, layout = torch.device("cpu"), Layout(198, kind, 4, cu_seqlens=cu)
+    scores = Scores(0.3, left=reach[0], right=reach[1])
+    for rank, owner in ((1, 1), (2, 0), (0, 3)):
+        rows, keys = (Tokens.of_ranks(layout, [r], cpu) for r in (rank, owner))
+        shapes = ((1, len(rows), 2, 8), (1, len(keys), 1, 8), (1, len(keys), 1, 12), (1, len(rows), 2, 12))
+        tensors, pair = [torch.randn(*s) for s in shapes], Pair(rows, keys, scores.reach)
+        for got, want in zip(*(block(b, scores, tensors, pair) for b in ("triton", "torch"))):
+            assert error(got, want) < 1e-5
+    assert of_spans
+
+
+def test_spans_of_documents_that_only_the_device_knows(of_spans):
+    torch.manual_seed(0)
+    cpu, cu, scores = torch.device("cpu"), (0, 7, 7, 90, 91, 198), Scores(0.3, left=50, right=0)
+    tensors = [torch.randn(1, 198, h, 8) for h in (2, 1, 1, 2)]
+    known, unknown = Tokens.whole(198, cpu, cu), Tokens.packed(198, torch.tensor(cu))
+    want = block("torch", scores, tensors, Pair(known, known, scores.reach))
+    for got, exact in zip(block("triton", scores, tensors, Pair(unknown, unknown, scores.reach)), want):
+        assert error(got, exact) < 1e-5
+    assert of_spans
+
+
+def test_spans_are_for_scores_of_order_alone(of_spans):
+    """A softcap, a scale below zero and joint keys go to the general kernels."""
+    q = torch.randn(1, 45, 2, 8)
+    joint = dict(joint="front", joint_k=q[:, :5], joint_v=q[:, :5])
+    for more, launches in ((dict(softcap=2.0), 0), (dict(scale=-0.5), 0), (joint, 1), ({}, 1)):
+        of_spans.clear()
+        want = attention(q, q, q, backend="torch", **more).o
+        assert error(attention(q, q, q, backend="triton", **more).o, want) < 1e-5
+        assert len(of_spans) == launches
+
+
+@pytest.mark.parametrize("by_spans", [False, True])
+def test_gradients_of_sums_are_not_rounded(by_spans, request):
+    """Forgetting attention in bf16: g's gradient is a sum along the sequence of what nearly cancels."""
+    compute_bf16()
+    seen = request.getfixturevalue("of_spans") if by_spans else [None]
+    rng = torch.Generator().manual_seed(1)
+    x = {n: torch.randn(1, 256, 2, 64, generator=rng).bfloat16().requires_grad_() for n in "qkv"}
+    x["g"] = torch.nn.functional.logsigmoid(torch.randn(1, 256, 2, generator=rng) + 3).requires_grad_()
+    do = torch.randn(1, 256, 2, 64, generator=rng)
+    results = []
+    for backend in ("triton", "torch", "reference"):
+        out = forgetting_attention(**x, backend=backend)
+        loss = (out.o.float() * do).sum() + (out.lse * do[..., 0].mT).sum()
+        results.append([out.o, *torch.autograd.grad(loss, list(x.values()))])
+    for got in results[:2]:
+        assert max(error(g, w) for g, w in zip(got, results[2])) < 4e-3
+    assert seen
 
 
 def test_where_joint_keys_stand_is_kept_once():
@@ -133,3 +203,56 @@ def test_gradients_of_a_block_come_in_the_inputs_dtype():
         assert got.wide().dtype == torch.float32
         assert error(part, exact.wide()) < 1e-2
     assert not BACKENDS["triton"].sums_wide
+
+
+def test_the_first_part_holds_the_result(monkeypatch):
+    """Where it has all rows, others are put into theirs: nothing else is read or written; asked again, nothing is."""
+    torch.manual_seed(0)
+    shape, cpu, results = (2, 37, 3, 12), torch.device("cpu"), []
+    spans_ = [slice(0, 37), slice(20, 30), slice(25, 29)]
+    drawn = [(torch.randn(2, s.stop - s.start, 3, 12), torch.randn(2, 3, s.stop - s.start)) for s in spans_]
+    for fuses in (False, True):
+        monkeypatch.setattr(one_pass, "fuses", lambda device, dtype, fuses=fuses: fuses)
+        partial, added, settled = (kind(shape, torch.float32, cpu) for kind in (Partial, Sum, Sum))
+        held = [(x.clone(), lse.clone(), x.clone(), x.clone()) for x, lse in drawn]
+        for (o, lse, dq, dk), rows in zip(held, spans_):
+            partial.add(o, lse, rows)
+            added.add(dq, rows)
+            settled.add(dk, rows)
+        for _ in range(2):
+            got = [*partial.result(), added.result(torch.float32), settled.settled(torch.float32).result(torch.float32)]
+            results.append([t.clone() for t in got])
+            assert [a.data_ptr() == b.data_ptr() for a, b in zip(got[:3], held[0])] == [fuses] * 3
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0])
+
+
+def test_blocks_at_fixed_places_have_the_same_bits():
+    """What a document and its gradients are does not depend on its place, nor on which rows are at hand. (NumPy's
+    products look at a row's place in a tile of 64, tensor cores do not.)"""
+    backend, H, D = CanonicalTriton(), 2, 16
+    rng = torch.Generator().manual_seed(3)
+    one, other = ([torch.randn(1, n, h, D, generator=rng) for h in (H, 1, 1, H)] for n in (100, 64))
+    scores = Scores(0.3, right=0)
+
+    def run(parts: list, rows: slice = slice(None)) -> list[torch.Tensor]:
+        q, k, v, do = (torch.cat(x, 1) for x in zip(*parts))
+        cu = [0, *itertools.accumulate(p[0].shape[1] for p in parts)]
+        tokens = Tokens.whole(cu[-1], torch.device("cpu"), cu)
+        q, do, mine = q[:, rows], do[:, rows], tokens.cut(*rows.indices(cu[-1])[:2])
+        pair, out = Pair(mine, tokens, scores.reach), Partial(q.shape, q.dtype, q.device)
+        backend.forward(q, k, v, scores, pair, out)
+        o, lse = out.result()
+        x = QueryRows(q, o, do, lse, backend.row_sums(do, o, None, mine))
+        return [o, backend.query_gradients(x, k, v, scores, pair), *backend.key_gradients(x, k, v, scores, pair)]
+
+    whole, turned = run([one, other]), run([other, one])
+    for a, b in zip(whole, turned):
+        assert torch.equal(a[:, :100], b[:, 64:])
+    for a, b in zip(run([one, other], slice(64, 100))[:2], whole):
+        assert torch.equal(a, b[:, 64:100])
+    plain = Canonical()
+    expected = Partial(one[0].shape, torch.float32, torch.device("cpu"))
+    tokens = Tokens.whole(100, torch.device("cpu"))
+    plain.forward(*one[:3], scores, Pair(tokens, tokens, scores.reach), expected)
+    torch.testing.assert_close(whole[0][:, :100], expected.result()[0], rtol=1e-4, atol=1e-5)

@@ -7,13 +7,18 @@ import torch
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS
 
+WHOLE = ("nsa", "dsa", "moba")
+"""Layers that do not go on from a cache on split tokens."""
 
-def make(without: tuple[str, ...] = ("nsa",)) -> HybridLM:
+
+def make(without: tuple[str, ...] = WHOLE) -> HybridLM:
     """Every kind of layer but some in one model."""
     torch.manual_seed(0)
     options = {
         "attention": {"num_kv_heads": 2},
         "nsa": {"num_kv_heads": 2, "length": 4, "stride": 2, "block": 4, "topk": 3, "window": 3},
+        "dsa": {"topk": 4, "index_heads": 12, "index_dim": 4},
+        "moba": {"num_kv_heads": 2, "block": 4, "topk": 2},
         "mamba2": {"state_dim": 4},
         "mamba3": {"state_dim": 4},
         "gsa": {"slots": 4},

@@ -10,7 +10,7 @@ from ring_la.models import HybridConfig, HybridLM
 LAYERS = ["gdn", "kda", "mamba2", "rwkv7", "gla", "attention"]
 PACKED = (0, 70, 71, 170)
 OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2", "gated_delta_product"]
-OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox", "ttt"]
+OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox", "ttt", "preconditioned_gdn", "preconditioned_kda"]
 
 
 def model(layers: list[str] = LAYERS) -> HybridLM:

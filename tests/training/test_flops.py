@@ -26,6 +26,26 @@ def test_a_hybrid_by_hand():
     assert flops.parameters == mlps + head + layers + 5 * D  # and the norms'
 
 
+def test_chosen_keys_count_as_far_as_a_token_reads_them():
+    """DSA: attention to the chosen, forward and back; scores of all pairs forward, of the chosen ones back, too."""
+    D, H, Hi, K = 16, 2, 3, 8
+    widths = {"head_dim": 8, "rope_dim": 4, "value_dim": 6, "kv_rank": 10}
+    sparse = StepFlops(
+        HybridConfig(19, D, ["dsa"], H, options={"dsa": widths | {"topk": 5, "index_heads": Hi, "index_dim": K}})
+    )
+    dense = StepFlops(HybridConfig(19, D, ["mla"], H, options={"mla": widths}))
+    index = 2 * (D * Hi * K + D * K + D * Hi)  # its maps, a token
+    assert sparse.per_token == dense.per_token + index
+    chosen, scores = pairs(20, 4), 2 * Hi * K
+    by_pair = 2 * H * (8 + 4 + 6)
+    assert abs(dense([0, 20]) - 3 * (20 * dense.per_token + pairs(20) * by_pair)) < 1e-3
+    by_hand = 3 * (20 * sparse.per_token + chosen * by_pair) + pairs(20) * scores + 2 * chosen * scores
+    assert abs(sparse([0, 20]) - by_hand) < 1e-3
+    moba = StepFlops(HybridConfig(19, D, ["moba"], H, options={"moba": {"block": 4, "topk": 2}}))
+    means = pairs(20) / 4 * 2 * D  # of each block's mean key and the queries of a key head together
+    assert abs(moba([0, 20]) - 3 * (20 * moba.per_token + pairs(20, 7) * 4 * D) - means) < 1e-3
+
+
 def test_experts_count_as_far_as_a_token_uses_them():
     moe = {"mlp": "moe", "mlp_options": {"experts": 8, "top_k": 2}}
     few = StepFlops(HybridConfig(19, 16, ["gdn"], 2, mlp_dim=32, **moe))

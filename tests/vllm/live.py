@@ -2,6 +2,7 @@
 
 python -m tests.vllm.live equal MODEL RANKS FOLDER      what both read, and what comes of states that are spoiled
 python -m tests.vllm.live hosts MODEL RANKS FOLDER      the same, as if on two hosts: by NIXL, over TCP alone
+python -m tests.vllm.live decoded MODEL RANKS FOLDER    Transformers' tokens, of models that vLLM cannot read on a CPU
 python -m tests.vllm.live faults POLICY FOLDER          a reader that stands still, is given up, and dies
 """
 
@@ -141,6 +142,37 @@ def equal(model: str, ranks: str, folder: Path, apart: bool = False) -> dict:
         return said | {"spoiled": tokens(True)}
 
 
+def mamba_token(state, x, dt, A, B, C, D, dt_bias, z=None, state_batch_indices=None, out=None, **_) -> None:
+    """In place of vLLM's kernel of a token of Mamba-1: that for CPUs takes Mamba-2's states alone (0.32.0)."""
+    import torch.nn.functional as F
+
+    dt, at = F.softplus(dt + dt_bias), state_batch_indices.flatten().long()
+    state[at] = state[at] * (dt[..., None] * A).exp() + (dt * x)[..., None] * B[:, None]
+    out.copy_(((state[at] * C[:, None]).sum(-1) + D * x) * F.silu(z))
+
+
+def decoded(model: str, ranks: str, folder: Path) -> dict:
+    """Tokens after prompts that the ranks read, and those of Transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm.model_executor.layers.mamba import mamba_mixer
+
+    mamba_mixer.selective_state_update = mamba_token
+    from tests.vllm.models import dtype, save
+
+    save(model, folder / "model")
+    asked, kind = prompts(301, 150), dtype(model)
+    with group(folder, int(ranks)) as reader:
+        found = engine(folder, reader, kind).generate(asked, greedy(), use_tqdm=False)
+        said = {"ours": [list(each.outputs[0].token_ids) for each in found], "read": reader.read()}
+    theirs, own = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, kind)), []
+    for prompt in asked:
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        keywords = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        own.append(theirs.generate(ids, attention_mask=torch.ones_like(ids), **keywords)[0, ids.shape[1] :].tolist())
+    return said | {"own": own}
+
+
 def workers(model: str, folder: Path) -> dict:
     """Tokens after prompts that vLLM's two workers read themselves, and that two ranks read."""
     from tests.vllm.models import dtype, plain, save
@@ -204,8 +236,7 @@ if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
     apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     os.environ |= QUIET | (apart if what == "workers" else {})
-    result = {"equal": equal, "hosts": hosts, "faults": faults, "workers": workers}[what](
-        *arguments[:-1], Path(arguments[-1])
-    )
+    known = {"equal": equal, "hosts": hosts, "decoded": decoded, "faults": faults, "workers": workers}
+    result = known[what](*arguments[:-1], Path(arguments[-1]))
     print(json.dumps(result), flush=True)
     os._exit(0)  # vLLM's threads have nothing more to say

@@ -99,6 +99,23 @@ MODELS: dict[str, tuple[str, dict]] = {
             expand=2,
         ),
     ),
+    "mamba": ("MambaForCausalLM", dict(hidden_size=64, state_size=16, time_step_rank=4, conv_kernel=4, expand=2)),
+    "falcon_mamba": (
+        "FalconMambaForCausalLM",
+        dict(hidden_size=64, state_size=16, time_step_rank=4, conv_kernel=4, expand=2),
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        dict(
+            num_experts=1,
+            num_experts_per_tok=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_d_state=16,
+            mamba_dt_rank=4,
+            use_mamba_kernels=False,
+        ),
+    ),
     "zamba2": (
         "Zamba2ForCausalLM",
         dict(

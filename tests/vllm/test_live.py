@@ -49,6 +49,14 @@ def test_tokens_are_vllm_s_own(model, ranks, tmp_path):
     assert said["spoiled"][2] == said["own"][2]
 
 
+@pytest.mark.parametrize(("model", "ranks"), [("mamba", 2), ("falcon_mamba", 3), ("jamba", 3)])
+def test_tokens_after_mamba_1_are_those_of_transformers(model, ranks, tmp_path):
+    """vLLM reads no Mamba-1 on a CPU, so there are none of its own; one layer's token is computed for it."""
+    said = live("decoded", model, ranks, tmp_path)
+    assert said["ours"] == said["own"], said["stderr"]
+    assert said["read"] == 2
+
+
 def test_a_reader_on_another_host(tmp_path):
     """What both have in common is a network: NIXL over TCP."""
     pytest.importorskip("nixl")

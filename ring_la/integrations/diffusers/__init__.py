@@ -14,10 +14,12 @@ text's where text is part of the sequence:
     streams     how the tokens of image, text and both are split
     keys        attention over them, with the text that a mask leaves out
     operators   the same as one node of a compiled graph
+    ahead       keys that leave before queries and wide layers are computed
     linear      processors of linear attention, by one sum of states
     gated_delta gated delta nets over frames, by scans of affine maps
     caches      step caches whose decisions the ranks take together (cache_dit: those of cache-dit)
-    pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder)
+    pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder,
+                autoencoder_frames)
     modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
     graphs      calls as CUDA graphs
@@ -43,6 +45,7 @@ from .plans import (
     StepPlan,
     TimeSteps,
     TokenRows,
+    WideLayer,
 )
 
 __all__ = [
@@ -57,6 +60,7 @@ __all__ = [
     "StepPlan",
     "TimeSteps",
     "TokenRows",
+    "WideLayer",
     "parallelize",
     "restore",
 ]

@@ -19,15 +19,22 @@ from torch import Tensor, nn
 from ...autograd import wanting
 from ...context import ContextParallel, GridLayout
 from ...errors import UnsupportedError
+from .autoencoder_frames import CONVOLUTIONS, attention_block, frames_attention, middle, repeating_conv
 from .processors import split_class, split_function
 from .streams import Layouts
 
-AUTOENCODERS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderDC")
+AUTOENCODERS = (
+    *("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderDC"),
+    *("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video", "AutoencoderKLCogVideoX"),
+    *("AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15"),
+)
 ROW_BY_ROW = (
-    *("SiLU", "ReLU", "ReLU6", "Dropout", "Identity", "Linear", "RMSNorm", "DupUp3D"),
-    *("WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
+    *("SiLU", "ReLU", "ReLU6", "Dropout", "Identity", "Linear", "RMSNorm", "LayerNorm", "PerChannelRMSNorm"),
+    *("HunyuanVideo15RMS_norm", "DupUp3D", "WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
 )
 """Modules without others inside that see a row at a time, by the names of their classes."""
+BORDERS = ("zeros", "reflect")
+"""What convolutions may read beyond the image's border, by PyTorch's names."""
 
 
 class RowDecoder:
@@ -35,11 +42,13 @@ class RowDecoder:
 
     Attributes:
         grid: of the latents' rows in the call under way; None: it is whole on every rank.
+        frames: of the attention under way, where it sees no later ones.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.layouts = cp, Layouts(cp)
         self.grid: GridLayout | None = None
+        self.frames: int | None = None
 
     def adopt(self, vae: Any, undo: ExitStack) -> None:
         """Replace forwards inside the decoder; `undo` takes the way back."""
@@ -48,12 +57,23 @@ class RowDecoder:
         if name not in AUTOENCODERS:
             expected = f"a pipeline with one of {', '.join(AUTOENCODERS)}"
             raise UnsupportedError("vae", expected, name, "vae=False decodes whole on every rank")
+        inside: set[nn.Module] = set()
         for label, module in vae.decoder.named_modules():
             kind = type(module).__name__
+            if module in inside:
+                continue
+            if kind in CONVOLUTIONS:
+                inside.add(module.conv)
+            if getattr(module, "per_channel_scale1", None) is not None:
+                raise UnsupportedError("vae", "a decoder that draws no noise", f"decoder.{label}, a {kind}")
             replaced = _forward(module, kind)
             if replaced is not None:
                 own = module.forward
                 module.forward = functools.partial(replaced, self, module, own)
+                undo.callback(_put_back, module, own)
+            elif kind == "HunyuanVideoMidBlock3D":
+                own = module.forward
+                module.forward = functools.partial(middle(self, module), module)
                 undo.callback(_put_back, module, own)
             elif kind.endswith("AttentionBlock"):
                 own = module.forward
@@ -74,18 +94,20 @@ class RowDecoder:
         vae.decoder.forward = functools.partial(self.decode, own)
         undo.callback(_put_back, vae.decoder, own)
 
-    def decode(self, own: Callable[..., Tensor], z: Tensor, *args, **keywords) -> Tensor:
-        """The decoder of whole latents ``[B, C, ..., rows, columns]``, on every rank; the whole image."""
+    def decode(self, own: Callable[..., Any], z: Tensor, *args, **keywords) -> Any:
+        """The decoder of whole latents ``[B, C, ..., rows, columns]``, on every rank; the whole image. What it
+        keeps for the next frames besides stays each rank's own."""
         if z.shape[-2] < self.cp.size or self.cp.size == 1:
             return own(z, *args, **keywords)
         if wanting(z):
             raise UnsupportedError("vae", "no gradients of what decodes by rows", "latents that want one")
         self.grid = self.layouts.grid((z.shape[-2],))
         try:
-            image = own(self.grid.shard(z, -2), *args, **keywords)
-            return self.rows(image.shape[-2]).gather(image, -2)
+            image, *kept = _several(own(self.grid.shard(z, -2), *args, **keywords))
+            whole = self.rows(image.shape[-2]).gather(image, -2)
+            return (whole, *kept) if kept else whole
         finally:
-            self.grid = None
+            self.grid = self.frames = None
 
     def rows(self, local: int, each: int = 1) -> GridLayout:
         """The layout of an image of which this rank has `local` rows, with `each` tokens a row."""
@@ -96,6 +118,8 @@ class RowDecoder:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention ``[B, T, H, D]`` of the rows' tokens to all: keys are few here, and heads too large for a ring."""
+        if self.frames is not None:
+            return frames_attention(self, q, k, v, scale)
         if self.grid is not None:
             layout = self.rows(self.grid.local_length, q.shape[1] // self.grid.local_length)
             k, v = (layout.gather(x, 1) for x in (k, v))
@@ -107,26 +131,46 @@ def _forward(module: Any, kind: str) -> Callable[..., Tensor] | None:
     """What stands in place of a module's forward, where it reaches beyond its rows."""
     if isinstance(module, nn.GroupNorm):
         return _group_norm
-    if isinstance(module, nn.Conv2d):
-        return _conv if module.kernel_size[0] > 1 else _as_it_is
-    if kind.endswith("CausalConv3d"):
-        return _causal_conv if module.kernel_size[1] > 1 else _as_it_is
+    if kind in CONVOLUTIONS:
+        return repeating_conv
+    if kind == "HunyuanVideo15AttnBlock":
+        return attention_block
+    if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+        causal = kind.endswith("CausalConv3d")  # which pads by itself
+        return _as_it_is if module.kernel_size[-2] == 1 else _causal_conv if causal else _conv
     return None
+
+
+def _several(out: Any) -> tuple[Any, ...]:
+    return out if isinstance(out, tuple) else (out,)
 
 
 def _as_it_is(rows: RowDecoder, module: nn.Module, own: Callable[..., Tensor], *args) -> Tensor:
     return own(*args)
 
 
-def _conv(rows: RowDecoder, module: nn.Conv2d, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _conv(rows: RowDecoder, module: nn.Conv2d | nn.Conv3d, own: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A convolution of stride 1: its own padding's rows are cut off, which stand behind those of the neighbours."""
-    width: Any = module.padding[0]
+    width: Any = module.padding[-2]
     if rows.grid is None:
         return own(x)
-    if module.stride != (1, 1) or 2 * width != module.dilation[0] * (module.kernel_size[0] - 1):
-        raise UnsupportedError("vae", "convolutions of stride 1 that keep their size", f"stride {module.stride}")
-    before, after = rows.rows(x.shape[-2]).halo(x, -2, width).wait()
-    return own(torch.cat([before, x, after], -2))[..., width:-width, :]
+    keeps = 2 * width == module.dilation[-2] * (module.kernel_size[-2] - 1)
+    if module.stride[-2] != 1 or not keeps or module.padding_mode not in BORDERS:
+        got = f"stride {module.stride}, padding {module.padding} of {module.padding_mode}"
+        raise UnsupportedError("vae", f"convolutions of stride 1 that keep their size by {' or '.join(BORDERS)}", got)
+    grid = rows.rows(x.shape[-2])
+    before, after = grid.halo(x, -2, width).wait()
+    wide = torch.cat([before, x, after], -2)
+    if module.padding_mode == "reflect":
+        wide = _reflected(wide, *grid.beyond(width))
+    return own(wide)[..., width:-width, :]
+
+
+def _reflected(x: Tensor, before: int, after: int) -> Tensor:
+    """Rows whose first and last ones, beyond the image's border, become those behind the border."""
+    rows = x.shape[-2]
+    above, below = x.narrow(-2, before + 1, before).flip(-2), x.narrow(-2, rows - 1 - 2 * after, after).flip(-2)
+    return torch.cat([above, x.narrow(-2, before, rows - before - after), below], -2)
 
 
 def _causal_conv(

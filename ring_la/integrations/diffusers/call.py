@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...context import ContextParallel, GridLayout
 from ...errors import ArgumentError
+from ...softmax.ahead import KeysAhead
 from .keys import BlockKeys, GivenMask
 from .plans import TokenRows
 from .streams import Layouts, Streams
@@ -25,6 +26,9 @@ class DenoiserCall:
         started: whether a block has run; refined: the lists of refiners of which one has.
         residual: a residual that came with the call, and its number of tokens.
         how: keywords of its attention: kernel and wire.
+        rotary: the rotary embedding of the block under way, where its keys go first.
+        posted: keys and values that have gone before their queries, as a compiler may trace them; on_the_way: the same
+            as they travel; posts: how many have gone so far.
         grid: the layout of the image's tokens where they are a grid.
         parts: whole tensors that several blocks get, by id and role, and this rank's part of them.
     """
@@ -37,6 +41,10 @@ class DenoiserCall:
         self.how: dict[str, Any] = {}
         self.keys = BlockKeys(cp, layouts, self.streams)
         self.grid: GridLayout | None = None
+        self.rotary: Any = None
+        self.posted: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self.on_the_way: KeysAhead | None = None
+        self.posts = 0
         self.masked: GivenMask | None = None
         self.parts: dict[tuple[int, TokenRows], tuple[Tensor, Tensor]] = {}
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
+from .ahead import FAMILIES, has_family
 from .catalogue import find_plan
 from .graphs import adopt_captured
 from .kernels import kernel_named
@@ -33,6 +34,7 @@ def parallelize(
     vae: bool = False,
     text: bool = False,
     capture: bool = False,
+    keys_first: bool = False,
 ) -> Any:
     """Make a transformer of Diffusers, or a pipeline, run on a split sequence; changed in place and returned.
 
@@ -61,6 +63,10 @@ def parallelize(
             (shapes, values that are no tensors) the first three run as ever, the next is captured. Not with step
             caches, masks that leave keys out, or validate="always". Inputs' values that differ among the ranks make the
             output of a replay NaN, and raise nothing.
+        keys_first: without gradients, keys and values leave before queries and a block's wide layer are computed, and
+            one kernel call attends to all of them; for cp's "auto", "ring" and "all_gather", and models with one of the
+            processors in `ahead.FAMILIES` (Flux, Chroma, Flux 2, Qwen-Image, HunyuanVideo and more). On GPUs it holds
+            two times all keys and values of a layer. Not measured.
 
     Raises:
         ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
@@ -72,14 +78,17 @@ def parallelize(
     """
     if not isinstance(cp, ContextParallel):
         raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
-    for name, flag in (("average", average), ("vae", vae), ("text", text), ("capture", capture)):
+    flags = dict(average=average, vae=vae, text=text, capture=capture, keys_first=keys_first)
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentError(name, "True or False", repr(flag))
     if capture and cp.validate == "always":
         raise UnsupportedError("capture", 'False with validate="always", which waits for the device', True)
+    if keys_first and cp.attention in ("ulysses", "usp"):
+        raise UnsupportedError("keys_first", f"False with attention={cp.attention!r}, where heads travel", True)
     how: dict[str, Any] = dict(backend=backend, kv_comm_dtype=kv_comm_dtype)
     if is_pipeline(transformer):
-        more = dict(average=average, plan=plan, capture=capture)
+        more = dict(average=average, plan=plan, capture=capture, keys_first=keys_first)
         return _parallelize_pipeline(transformer, axes_of(cp, cfg), (vae, text), how | more)
     if (cfg, vae, text) != (1, False, False):
         raise ArgumentError("transformer", "a pipeline with cfg, vae or text", type(transformer).__name__)
@@ -94,7 +103,11 @@ def parallelize(
         raise ArgumentError("transformer", "one that is not parallelized", "one that is")
     if getattr(transformer, "_parallel_config", None) is not None:
         raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
-    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, how, cp.size if average else 1)
+    known = plan or find_plan(transformer)
+    if keys_first and not has_family(known):
+        expected = f"False for a model without any of {', '.join(FAMILIES)}"
+        raise UnsupportedError("keys_first", expected, type(transformer).__name__)
+    split = SplitDenoiser(transformer, known, cp, how, cp.size if average else 1, keys_first)
     kernel_named((), backend)
     with ExitStack() as undo:
         split.adopt(transformer, undo)
@@ -113,9 +126,8 @@ def _parallelize_pipeline(pipe: Any, axes: Axes, parts: tuple[bool, bool], how: 
         for model in transformers_of(pipe).values():
             undo.callback(restore, parallelize(model, axes.sequence, **how))
         for net in controlnets_of(pipe):  # what the transformer's residuals bring back is averaged already
-            undo.callback(
-                restore, parallelize(net, axes.sequence, **how | dict(average=False, plan=None, capture=False))
-            )
+            own = dict(average=False, plan=None, capture=False, keys_first=False)
+            undo.callback(restore, parallelize(net, axes.sequence, **how | own))
         split.adopt(pipe, *parts)
         split.undo = undo.pop_all()  # accepted
     return pipe

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
 from ...softmax import attention
+from ...softmax.ahead import KeysAhead
 from .streams import Layouts, Streams, counts, owners
 
 
@@ -41,6 +42,11 @@ class GivenMask(NamedTuple):
     name: str
     mask: Tensor
     streams: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mask: Tensor | None, streams: str) -> GivenMask | None:
+        """As a registered operator has it."""
+        return None if mask is None else cls("the mask of a block", mask, tuple(streams.split(",")))
 
 
 class BlockKeys:
@@ -76,6 +82,27 @@ class BlockKeys:
             for one in kept
         ]
         return torch.cat(parts)[torch.argsort(torch.cat([one.rows for one in kept]))]
+
+    def post(
+        self,
+        kv: tuple[Tensor, Tensor],
+        order: tuple[str, ...],
+        sizes: Sequence[int],
+        masked: GivenMask | None,
+        first: bool,
+        options: Mapping[str, Any],
+    ) -> KeysAhead | None:
+        """Let keys and values go before their queries, which are like them; None where batch rows see other keys of
+        each other, and nothing has gone. `first`: of the call."""
+        k, v = kv
+        layout = self.layouts.of(counts(sizes, self.cp.size, self.streams.units(order)))
+        kept = self._seen(order, sizes, masked)
+        if kept is None:
+            return KeysAhead(k, v, k, layout, first=first, **options)
+        if len(kept) > 1:
+            return None
+        (one,) = kept
+        return KeysAhead(k[:, one.index], v[:, one.index], k, layout, one.layout, first=first, **options)
 
     def attend_others(
         self,

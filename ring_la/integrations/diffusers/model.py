@@ -17,6 +17,7 @@ from ...context import ContextParallel
 from ...context.handle import enter
 from ...errors import RingLAError, UnsupportedError
 from . import operators
+from .ahead import Posting, keys_first_class
 from .caches import check_hooks
 from .call import DenoiserCall
 from .checks import blocks_of, check_block, check_call, other_version, refiners_of
@@ -48,6 +49,7 @@ class SplitDenoiser:
         call: the one under way; while a block is computed again in a backward pass, the one it belongs to.
         comparison: of what the ranks are given.
         scale: what the output's gradient is multiplied by.
+        posting: lets keys leave before queries, where processors can do so; None: they do not.
         number: under which the compiled attention finds this.
         deciding: the groups whose ranks decide together what a step cache leaves out.
         how: kernel and wire of split attention, as `parallelize` was told.
@@ -61,9 +63,16 @@ class SplitDenoiser:
     modules: list[tuple[str, nn.Module]]
 
     def __init__(
-        self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, how: Mapping[str, Any], scale: int
+        self,
+        model: nn.Module,
+        plan: ModelPlan,
+        cp: ContextParallel,
+        how: Mapping[str, Any],
+        scale: int,
+        keys_first: bool = False,
     ) -> None:
         self.plan, self.cp, self.how, self.scale = plan, cp, how, scale
+        self.posting = Posting(self) if keys_first and cp.size > 1 else None
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
         self.call = DenoiserCall(cp, self.layouts, 0)
@@ -85,6 +94,8 @@ class SplitDenoiser:
             spec = self.plan.classes[kind]
             names = check_block(name, block, kind, spec, type(model).__module__)
             self._adopt_attention(block, spec, undo)
+            if self.posting is not None:
+                self.posting.adopt(block, spec, undo)
             self._adopt_modules(name, block, spec, undo)
             path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
             hook = functools.partial(self._split, path, spec, names, tuple(s for _, s, _ in whole_streams(spec)))
@@ -165,6 +176,8 @@ class SplitDenoiser:
             else:
                 given = functools.partial(self._attend, spec.streams)  # type: ignore[arg-type]
             self._classes[key] = make(kind, given)
+            if self.posting is not None and spec.keys is None and spec.streams is not None:
+                self._classes[key] = keys_first_class(kind, self._classes[key], spec.streams, self.posting)
         return self._classes[key]
 
     def __deepcopy__(self, memo: dict) -> SplitDenoiser:
@@ -242,7 +255,10 @@ class SplitDenoiser:
         first = not self.call.started or any([stream not in sizes for stream in needed])
         if first:
             start(self.call, spec, given)
-        return cut(self.call, path, spec, names[: len(args)], given, not first)
+        positional, given = cut(self.call, path, spec, names[: len(args)], given, not first)
+        if self.posting is not None and spec.wide is not None:
+            self.call.rotary = {**dict(zip(names, positional)), **given}.get(spec.wide.rotary)
+        return positional, given
 
     def _split_refiner(
         self,
@@ -296,7 +312,7 @@ class SplitDenoiser:
 
     def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
         """Attention in the call under way, as the registered operator asks for it."""
-        given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
+        given = GivenMask.of(mask, masked)
         return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.call.how)
 
     def linear_now(

@@ -1,6 +1,8 @@
 """What a split transformer exchanges, as registered operators, so that torch.compile sees nodes and no exchange.
 
     ring_la::diffusion_attention    q, k, v of this rank's tokens, whole sizes, the number of the model -> o
+    ring_la::diffusion_post         k, v of this rank's tokens start for all ranks; a tensor of nothing, to wait for
+    ring_la::diffusion_attend       the attention behind it
     ring_la::diffusion_linear       the same of linear attention, by one sum of states
     ring_la::whole_image            this rank's tokens of an image -> the image, the same on all ranks
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from ...context.handle import found
 from ...context.operator import SplitOperator
 from ...schemas import declared
+from .keys import GivenMask
 
 
 class AttentionOthers(NamedTuple):
@@ -39,6 +42,20 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     """Attention ``[B, T, H, D]`` of this rank's tokens, in the call of the model that is under way."""
     x = AttentionOthers(*others)
     return found(x.model).attend_now((q, k, v), x.streams, x.sizes, x.mask, x.masked, x.scale)
+
+
+def _post(k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    """A tensor of nothing, which orders the attention behind this."""
+    x = AttentionOthers(*others)
+    found(x.model).posting.post_now((k, v), tuple(x.streams.split(",")), x.sizes, GivenMask.of(x.mask, x.masked))
+    return k.new_empty(1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, token: Tensor, *others: Any) -> Tensor:
+    """Attention ``[B, T, H, D]`` over keys that have gone."""
+    x = AttentionOthers(*others)
+    given = GivenMask.of(x.mask, x.masked)
+    return found(x.model).posting.attend_now((q, k, v), tuple(x.streams.split(",")), x.sizes, given)
 
 
 def _like_values(q, k, v, *_) -> Tensor:
@@ -73,6 +90,20 @@ diffusion_attention = SplitOperator(
     _like_values,
     3,
     schema=f"(Tensor q, Tensor k, Tensor v, {declared(AttentionOthers)}) -> Tensor",
+)
+diffusion_post = SplitOperator(
+    "diffusion_post",
+    _post,
+    lambda k, *_: k.new_empty(1),
+    2,
+    schema=f"(Tensor k, Tensor v, {declared(AttentionOthers)}) -> Tensor",
+)
+diffusion_attend = SplitOperator(
+    "diffusion_attend",
+    _attend,
+    _like_values,
+    3,
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor token, {declared(AttentionOthers)}) -> Tensor",
 )
 diffusion_linear = SplitOperator("diffusion_linear", _linear, _like_values, 5)
 whole_image = SplitOperator("whole_image", _whole_image, _of_size, 1, _own_rows)

@@ -86,6 +86,20 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class WideLayer:
+    """A layer that takes what an attention of its block is given, and is computed before it: keys may be on their way
+    meanwhile (`parallelize(keys_first=True)`).
+
+    Attributes:
+        layer, attention: by attribute. rotary: the block's argument with the rotary embedding.
+    """
+
+    layer: str = "proj_mlp"
+    attention: str = "attn"
+    rotary: str = "image_rotary_emb"
+
+
+@dataclass(frozen=True)
 class BlockPlan:
     """One class of blocks: the role of every argument of its forward, and its attention by attribute.
 
@@ -94,11 +108,13 @@ class BlockPlan:
     Attributes:
         modules: other modules inside that reach beyond their own tokens (convolutions, recurrences over frames), by
             attribute ("" is the block itself): the names of the classes that `SPLIT_MODULES` may find there.
+        wide: a wide layer beside its attention, in those blocks that have it; None: in none.
     """
 
     arguments: Mapping[str, Role]
     attention: Mapping[str, AttentionPlan]
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    wide: WideLayer | None = None
 
 
 @dataclass(frozen=True)

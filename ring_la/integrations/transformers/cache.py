@@ -3,7 +3,7 @@ and the tokens after that, split in the same way, which find what is in the cach
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -155,19 +155,28 @@ class ContinuedRecorder(CacheRecorder):
         super().__init__()
         self._cache = cache
         self._tail: Tensor | None = None
+        if not hasattr(cache, "get_conv_state"):  # then mixers look into a layer themselves
+            self.layers = cache.layers
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords) -> Tensor:
-        self._tail = self._cache.get_conv_state(layer_idx, state_idx)
+        self._tail = self.get_conv_state(layer_idx, state_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **keywords)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor:
         return self._cache.get_linear_cache(layer_idx)  # type: ignore[attr-defined]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._cache.get_conv_state(layer_idx, state_idx)
+        if hasattr(self._cache, "get_conv_state"):
+            return self._cache.get_conv_state(layer_idx, state_idx)
+        return self._layer(layer_idx).conv_states[state_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._cache.get_recurrent_state(layer_idx, state_idx)
+        if hasattr(self._cache, "get_recurrent_state"):
+            return self._cache.get_recurrent_state(layer_idx, state_idx)
+        return self._layer(layer_idx).recurrent_states[state_idx]
+
+    def _layer(self, number: int) -> Any:
+        return self._cache.layers[number]
 
     def has_previous_state(self, *args, **keywords) -> bool:
         return self._cache.has_previous_state(*args, **keywords)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -100,6 +101,27 @@ class ExpertProducts:
             return y
         bias = _local(getattr(self.experts, f"{name}_bias")).to(x.dtype)
         return y + bias.repeat_interleave(sizes, 0, output_size=len(x))
+
+
+def chosen_experts(
+    module: Any, rows: Tensor, chosen: Tensor, weights: Tensor, experts: int, first: int = 0, here: int | None = None
+) -> Tensor:
+    """What chosen experts, of so many, make of few tokens ``rows [N, D]``: one result for each of ``chosen [N, k]``,
+    weighed, ``[N k, D]``; zeros where it is none of the `here` from `first` on, whose weights a module has.
+
+    Rows are sorted by expert on the device, and on a GPU the host waits for nothing, but for biases of some experts.
+    """
+    here, shares = experts if here is None else here, weights.reshape(-1, 1)
+    out = torch.zeros(chosen.numel(), rows.shape[1], dtype=(rows[:1] * shares[:1]).dtype, device=rows.device)
+    if not here:
+        return out
+    expert = chosen.flatten() if here == experts else (chosen.flatten() - first) % experts  # others' come last
+    order, sizes = expert.argsort(stable=True), torch.zeros(experts, dtype=torch.int64, device=rows.device)
+    sizes = sizes.scatter_add_(0, expert, torch.ones_like(expert))[:here]
+    if here < experts and (module.has_bias or rows.device.type == "cpu"):
+        order = order[: int(sizes.sum())]  # else what is others' comes last, as zeros, and nobody counts it
+    out[order] = (ExpertProducts(module)(rows[order // chosen.shape[1]], sizes) * shares[order]).to(out.dtype)
+    return out
 
 
 def _local(p: Tensor) -> Tensor:

@@ -96,7 +96,10 @@ def agreed(group: Group, fingerprint: Tensor | int) -> Tensor | None:
 
 def _summed(part: Tensor, group: Group, fingerprint: Tensor | int) -> tuple[Tensor, Tensor]:
     """The sum of the ranks' parts, fp64, and whether their fingerprints are the same."""
-    mine = torch.as_tensor(fingerprint, device=part.device).double()
+    if isinstance(fingerprint, Tensor):
+        mine = fingerprint.to(part)
+    else:  # filled in on the device: a copy would wait for it
+        mine = part.new_full((), fingerprint)
     total, first, second = group.all_reduce(torch.stack([part, mine, mine * mine])).wait()
     same = group.size * second == first * first
     if not group.on_cuda and not same:

@@ -20,6 +20,7 @@ def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *args, **keywords
     call, own = self._ring_la.call, type(self).forward
     if call is None or call.last_position is None:
         return own(self, x, position_ids, *args, **keywords)
-    last = torch.as_tensor(call.last_position, device=position_ids.device).expand(*position_ids.shape[:-1], 1)
-    out = own(self, x, torch.cat([position_ids, last.to(position_ids.dtype)], -1), *args, **keywords)
+    last, shape = call.last_position, (*position_ids.shape[:-1], 1)
+    last = last.to(position_ids).expand(shape) if isinstance(last, Tensor) else position_ids.new_full(shape, last)
+    out = own(self, x, torch.cat([position_ids, last], -1), *args, **keywords)
     return tuple(t[..., :-1, :] for t in out)

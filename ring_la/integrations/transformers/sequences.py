@@ -3,36 +3,37 @@
 A cache of the library holds one batch of one length, and grows by being copied. Here it is a list of states like those
 of a `HybridLM`: keys and values (`KVCache`; `KVRows` while sequences of any lengths are decoded side by side), and
 states of recurrences and tails of convolutions (`LayerState`), each with a row a sequence. For a call they are put into
-a cache of the library, whose layers keep all keys. While sequences are decoded side by side its attention layers hand
-on the new token's keys alone, and the attention function `attend_rows` finds the rows these belong to.
+a cache of the library, whose layers keep all keys. What a step does with keys is in `next_token`; over states at fixed
+addresses (`StaticKeys`) it is the same for all values.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from ...errors import UnsupportedError
 from ...inference import Prefilled
+from ...keystore.static import StaticKeys
 from ...nn import KVCache, LayerState
-from ...nn.decoding import KVRows, one_query
-from .attention import AttentionKeywords, AttentionNames, read_mask
-from .masks import CausalMask, make_mask
+from ...nn.decoding import KVRows
+from .attention import AttentionNames
+from .masks import make_mask
 from .mixers import goes_on
+from .mixers.indexed import is_matrix
 from .mixers.latents import caches_latents
+from .next_token import ROWS, ExpertNames, KeysOfStep, attend_rows
+from .step_parts import shorten
 
-ROWS = "ring_la_rows"
-"""The name of `attend_rows` in the registries of attention and mask functions."""
 KNOWN = (
     *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"),
     *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
@@ -45,61 +46,6 @@ class Slot(NamedTuple):
 
     layer: int
     state: int | None
-
-
-class KeysOfStep:
-    """The keys of a step under way, which a model's modules find as ``_ring_la_rows``."""
-
-    def __init__(self) -> None:
-        self.lengths: Tensor | None = None
-        self._put: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the rows, by the new keys
-
-    def put(self, rows: KVRows, padded: bool, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """In place of a cache layer's ``update``: the new token's ``[N, H, 1, D]`` as they are; `padded`: all tokens'
-        of all sequences, padded to the longest."""
-        if not padded:
-            self._put[k] = rows
-            return k, v
-        written = zip(*rows.written(k.transpose(1, 2), v.transpose(1, 2)))
-        keys, values = (pad_sequence(list(x), batch_first=True).transpose(1, 2) for x in written)
-        return keys, values
-
-    def rows_of(self, key: Tensor) -> KVRows | None:
-        """The rows whose new keys these are."""
-        return self._put.get(key)
-
-    def clear(self) -> None:
-        self.lengths = None
-        self._put.clear()
-
-
-def attend_rows(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: CausalMask, **keywords: Any
-) -> tuple[Tensor, None]:
-    """Softmax attention of the next token of each sequence, ``query [N, H, 1, K]``, to all of it: ``[N, 1, H, V]``.
-
-    Args:
-        key, value: what `KeysOfStep.put` handed on: the new token's; of latents, what became of all of them.
-        attention_mask, keywords: as in `attention.attend`, without indices.
-
-    Raises:
-        UnsupportedError: a mask or a keyword not known here, or keys that are not those of the cache.
-    """
-    given, step = AttentionKeywords.of(keywords, "indices"), module._ring_la_rows
-    mask = read_mask(module, attention_mask, given)
-    if mask.chunk is not None:
-        raise UnsupportedError("model", "attention that is not in chunks", mask)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    window = -1 if mask.window is None else mask.window - 1
-    options: dict[str, Any] = dict(scale=given.scaling, softcap=given.softcap or 0.0, sinks=given.s_aux)
-    rows = step.rows_of(key)
-    if rows is not None:
-        return rows.decode(q, k, v, window, **options), None
-    if not hasattr(module, "expand_kv"):
-        raise UnsupportedError("model", "attention to keys as they are in the cache", type(module).__name__)
-    distance = step.lengths[:, None] - torch.arange(k.shape[1], device=k.device)
-    seen = (distance >= 0) & (distance <= (window if window >= 0 else k.shape[1]))
-    return one_query(q, k, v, seen[:, None, None], **options), None
 
 
 class Sequences:
@@ -123,11 +69,13 @@ class Sequences:
         self.goes_on = goes_on(model)
         self._takes = inspect.signature(model.forward).parameters
         self.name = "cache_params" if "cache_params" in self._takes else "past_key_values"
-        self._step, self._padded = KeysOfStep(), set()
+        self._step, self._experts = KeysOfStep(), ExpertNames(model)
+        self._latents: dict[int, bool] = {}  # layers that have them, and whether one matrix says what they become
         for module in model.modules():
             module._ring_la_rows = self._step  # type: ignore[assignment]
             if hasattr(module, "expand_kv") and caches_latents(type(module)):  # type: ignore[arg-type]
-                self._padded.add(module.layer_idx)
+                self._latents[int(module.layer_idx)] = is_matrix(module.kv_b_proj)  # type: ignore[arg-type]
+        self._short = False
         out = self._call(torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, None)
         if not isinstance(out[self.name], (DynamicCache, MiniMaxCache)):
             raise UnsupportedError("model", "one with a cache of the library", type(out[self.name]).__name__)
@@ -150,11 +98,11 @@ class Sequences:
         return Prefilled(out.logits[:, -1], self._taken(cache))
 
     def step(self, tokens: Tensor, states: Sequence[Any], in_place: bool) -> Prefilled:
-        """Read one more token of each sequence, ``tokens [N]``; keys in `KVRows` are written there.
+        """Read one more token of each sequence, ``tokens [N]``; keys in `KVRows` or `StaticKeys` are written there.
 
         in_place: states of one size are written over those given.
         """
-        rows = next((state for state in states if isinstance(state, KVRows)), None)
+        rows = next((state for state in states if isinstance(state, (KVRows, StaticKeys))), None)
         cache = self._cache(states, own=in_place)
         if rows is None:
             length = _length(states)
@@ -163,11 +111,15 @@ class Sequences:
             return Prefilled(out.logits[:, -1], self._taken(cache))
         self._step.lengths = rows.length
         try:
-            with self._names.in_whole_calls(ROWS):
+            fixed = self._step.fixed = isinstance(rows, StaticKeys)
+            if fixed and not self._short:
+                self._short = True
+                shorten(self.model, lambda: self._step.fixed)
+            with self._names.in_whole_calls(ROWS), self._experts.in_steps() if fixed else nullcontext():
                 out = self._call(tokens[:, None], cache, rows.length[:, None])
         finally:
             self._step.clear()
-        after = [old if isinstance(old, KVRows) else new for old, new in zip(states, self._taken(cache))]
+        after = [old if isinstance(old, (KVRows, StaticKeys)) else new for old, new in zip(states, self._taken(cache))]
         return Prefilled(out.logits[:, -1], after)
 
     @torch.no_grad()
@@ -191,12 +143,15 @@ class Sequences:
     def _cache(self, states: Sequence[Any], own: bool) -> Cache:
         """A cache that has these states; `own`: it may write to them."""
         cache, length = self._empty(), _longest(states)
+        nothing = torch.zeros(1, dtype=self.model.dtype, device=self.model.device)
         for slot, state in zip(self._slots, states, strict=True):
             while len(cache.layers) <= slot.layer:
                 cache.layers.append(cache_utils.DynamicLayer())
             layer: Any = cache.layers[slot.layer]
             if isinstance(state, KVRows):
-                layer.update = functools.partial(self._step.put, state, slot.layer in self._padded)
+                layer.update = functools.partial(self._step.put, state, slot.layer in self._latents)
+            elif isinstance(state, StaticKeys):
+                layer.update = self._update_of(slot.layer, state)
             elif isinstance(state, KVCache):
                 _put_keys(layer, state.k.transpose(1, 2), state.v.transpose(1, 2))
             else:
@@ -207,9 +162,16 @@ class Sequences:
                     _put_state(layer, slot.state, recurrent, tail)
         for layer in cache.layers:  # that are asked how many tokens there are
             if length and not getattr(layer, "is_initialized", True):
-                nothing = torch.zeros(1, dtype=self.model.dtype, device=self.model.device).expand(1, 1, length, 1)
-                _put_keys(layer, nothing, nothing)
+                _put_keys(layer, *[nothing.expand(1, 1, length, 1)] * 2)
         return cache
+
+    def _update_of(self, layer: int, keys: StaticKeys) -> Callable[..., Any]:
+        """What takes a layer's new keys where they have fixed addresses."""
+        if layer not in self._latents:
+            return functools.partial(self._step.put, keys, False)
+        if not self._latents[layer]:
+            raise UnsupportedError("capture", "False for latents that more than one matrix expands", f"layer {layer}")
+        return functools.partial(self._step.put_latents, layer, keys)
 
     def _taken(self, cache: Any) -> list[Any]:
         """What a cache has."""
@@ -276,6 +238,9 @@ def _length(states: Sequence[Any]) -> int | None:
 
 
 def _longest(states: Sequence[Any]) -> int:
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence; of fixed addresses, what there is room for in a step."""
+    fixed = next((state for state in states if isinstance(state, StaticKeys)), None)
+    if fixed is not None:
+        return fixed.rows.columns
     rows = next((state for state in states if isinstance(state, KVRows)), None)
     return (_length(states) or 0) if rows is None else max(rows.seats.lengths)

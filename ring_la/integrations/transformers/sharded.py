@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
 from ...inference.sharded_weights import ShardedWeights
-from .experts import ExpertProducts, is_experts
+from .experts import chosen_experts, is_experts
 from .model import parallelize
 from .weights import load_weights
 
@@ -111,17 +111,8 @@ def _cut_experts(
     """The experts of this rank on tokens that all ranks have; of each choice one rank's result, summed as one process
     sums them."""
     rows, chosen = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index.reshape(-1, top_k_index.shape[-1])
-    part, shares = weights.part(module, "down_proj"), top_k_weights.reshape(-1, 1)
-    expert = chosen.flatten() - part.first
-    expert = torch.where((expert >= 0) & (expert < part.here), expert, part.here)
-    out = torch.zeros(len(expert), rows.shape[1], dtype=(rows[:1] * shares[:1]).dtype, device=rows.device)
-    if part.here:
-        order = expert.argsort(stable=True)
-        sizes = torch.zeros(part.here + 1, dtype=torch.int64, device=rows.device)
-        sizes = sizes.scatter_add_(0, expert, torch.ones_like(expert))[:-1]
-        if module.has_bias or not rows.is_cuda:  # else what is others' comes last, as zeros, and nobody counts it
-            order = order[: int(sizes.sum())]
-        out[order] = (ExpertProducts(module)(rows[order // chosen.shape[1]], sizes) * shares[order]).to(out.dtype)
+    part = weights.part(module, "down_proj")
+    out = chosen_experts(module, rows, chosen, top_k_weights, part.rows, part.first, part.here)
     with weights.comm.streams.in_order():
         out = weights.comm.all_reduce(out).wait()
     return out.view(*chosen.shape, -1).sum(1).to(rows.dtype).view(hidden_states.shape)

@@ -41,7 +41,7 @@ from vllm.v1.request import Request
 from ...errors import ArgumentError, UnsupportedError
 from .asking import Lease, connection
 from .hosts import Remote
-from .pages import HandedOver, SequenceBlocks, WorkerPart
+from .pages import HandedOver, SequenceBlocks, WorkerPart, check_layers
 
 LOG = logging.getLogger(__name__)
 
@@ -214,6 +214,7 @@ class Worker:
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings) -> None:
         self._settings, self._groups = settings, cache.kv_cache_groups
         self._layers = config.compilation_config.static_forward_context
+        check_layers(self._own())
         self._part = WorkerPart(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         self._takers = config.parallel_config.world_size
         self._leases: dict[str, Lease] = {}
@@ -260,10 +261,13 @@ class Worker:
                 if failed:
                     self._results[1].add(load.name)
 
-    def _write(self, load: Load, parcels: list[dict[str, Any]]) -> None:
+    def _own(self) -> dict[str, Any]:
+        """Layers with pages of their own: those that share another's keys have none."""
         named = {name: self._layers[name] for group in self._groups for name in group.layer_names}
-        # those that share another's keys have no pages of their own
-        own = {n: layer for n, layer in named.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
+        return {n: layer for n, layer in named.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
+
+    def _write(self, load: Load, parcels: list[dict[str, Any]]) -> None:
+        own = self._own()
         first = next(iter(own.values())).kv_cache
         device = first.device if isinstance(first, torch.Tensor) else first[0].device
         over, span = HandedOver(parcels, device, self._remote.read), (load.start, len(load.ids))

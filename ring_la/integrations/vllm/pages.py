@@ -152,6 +152,34 @@ class HandedOver:
                 write_keys(layer, (k, v), tokens, blocks, span, part)
 
 
+def check_layers(layers: Mapping[str, Any]) -> None:
+    """Refuse a vLLM, before it takes requests, with layers that nothing can be written into.
+
+    Args:
+        layers: vLLM's modules that have pages, by name.
+
+    Raises:
+        UnsupportedError: the first such layer, by name and kind.
+    """
+    for name, layer in layers.items():
+        if hasattr(layer, "mamba_type"):
+            _layout(layer, name)
+        elif not (hasattr(layer, "num_kv_heads") or hasattr(layer, "kv_lora_rank")):  # an indexer's, among others
+            expected = "keys and values of heads, latents, and recurrent states in all layers"
+            raise UnsupportedError("model", expected, f"{name}, a {type(layer).__name__}")
+        elif not hasattr(layer.impl, "do_kv_cache_update"):
+            expected = "an attention backend whose kernels write keys apart from attending to them"
+            raise UnsupportedError("attention_backend", expected, f"{type(layer.impl).__name__} in {name}")
+
+
+def _layout(layer: Any, name: str = "") -> Callable[..., list[Tensor]]:
+    """How a layer with states keeps them."""
+    kind = layer.mamba_type.name
+    if kind not in LAYOUTS:
+        raise UnsupportedError("model", f"layers out of {', '.join(LAYOUTS)}", f"{kind} {name}".strip())
+    return LAYOUTS[kind]
+
+
 def _digits(name: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", name)]
 
@@ -205,10 +233,7 @@ def write_states(layer: Any, states: Mapping[tuple[str, int], Tensor], block: in
     Raises:
         UnsupportedError: they do not have the shapes of the layer's.
     """
-    kind = layer.mamba_type.name
-    if kind not in LAYOUTS:
-        raise UnsupportedError("model", f"layers out of {', '.join(LAYOUTS)}", kind)
-    for page, state in zip(layer.kv_cache, LAYOUTS[kind](layer, states, part)):
+    for page, state in zip(layer.kv_cache, _layout(layer)(layer, states, part)):
         if page[block].shape != state.shape:
             expected = f"a state {list(page[block].shape)} of {type(layer).__name__}"
             raise UnsupportedError("reader", expected, list(state.shape))
@@ -243,7 +268,17 @@ def _short_convolution(layer: Any, states: Mapping[tuple[str, int], Tensor], par
     return [_convolution(layer, conv, [(conv.shape[0], conv.shape[0] // part.size)], part)]
 
 
-LAYOUTS = {"GDN_ATTN": _gated_delta, "MAMBA2": _mamba2, "SHORT_CONV": _short_convolution}
+def _mamba1(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
+    """Channels, each with its states ``[D, N]``."""
+    return [*_short_convolution(layer, states, part), part.cut(states["recurrent", 0], 0, layer.kv_cache[1].shape[1])]
+
+
+LAYOUTS = {
+    "GDN_ATTN": _gated_delta,
+    "MAMBA1": _mamba1,
+    "MAMBA2": _mamba2,
+    "SHORT_CONV": _short_convolution,
+}
 """By vLLM's name of a kind of layer: the reader's states as that layer keeps this worker's part of them."""
 
 

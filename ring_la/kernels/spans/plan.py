@@ -102,14 +102,20 @@ class SpanPlan:
     crowded: bool = False
 
     @classmethod
-    def of(cls, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float) -> SpanPlan:
-        """Of inputs as `ready` makes them or not, on whose device the tables of pieces at `cu` are made."""
+    def of(
+        cls, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, runs: tuple[Runs, Runs] | None = None
+    ) -> SpanPlan:
+        """Of inputs as `ready` makes them or not, on whose device the tables of pieces at `cu` are made; `runs`: the
+        spans and the chunks, where they are known."""
         v, g, scalar = inputs.v, inputs.g, rule.decay == "scalar"
         (B, T, H, V), (HK, K) = v.shape, inputs.q.shape[2:]
         sizes, chunk = CallSizes(B, T, H, HK, K, V), 32 if v.dtype == torch.float32 else table.CHUNK
         cu = None if cu is None else aligned(cu.to(device=v.device, dtype=torch.int32))
-        spans = Runs.of(T, span_length(rule, sizes, chunk, v.dtype), chunk, cu)
-        chunks = None if rule.transition == "identity" else Runs.of(T, chunk, chunk, cu)
+        if runs is not None:
+            spans, chunks = runs
+        else:
+            spans = Runs.of(T, span_length(rule, sizes, chunk, v.dtype), chunk, cu)
+            chunks = None if rule.transition == "identity" else Runs.of(T, chunk, chunk, cu)
         constant = scalar and once(g).shape[:2] != (B, T)
         by_head = scalar and g.shape[:2] != (B, T)
         return cls(

@@ -18,9 +18,8 @@ from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv, power_of_2
 from ring_la.kernels.triton.tiles import SIZES, entry, span
 
-TOKENS, CHANNELS, WARPS = 32, 64, 4
-"""Tile of a program, as proven on an H200. 64 × 64 takes a tenth less (`python -m benchmarks.tuning.sums`), but its
-gradients were not compared on a GPU yet (`tests/gpu/test_composed.py`)."""
+TOKENS, CHANNELS, WARPS = 64, 64, 4
+"""Tile of a program: the fastest of `python -m benchmarks.tuning.sums` on an H200."""
 SPAN, LEAST, PROGRAMS = 512, 64, 1024
 """Tokens of a span at most and at least, and programs wanted in a walk."""
 

@@ -3,6 +3,7 @@
 #pragma once
 #define C 32  // tokens a chunk
 #define D 128 // channels of a head
+#define OUTER a.outer
 #include "spans.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
@@ -27,6 +28,7 @@ struct Args {
   int ahead;             // whether spans that wait find what they leave meanwhile
   int pick;              // whether spans that wait go first, see `choose`
   int together;          // how many spans that wait combine
+  int outer;             // tokens of the span that goes over its own once, see `span_of`
   float scale;
 };
 
@@ -70,25 +72,4 @@ INLINE float left_over(const Args& a, int t, int h, int lane) {
 #pragma unroll
   for (int m = 16; m; m >>= 1) x += __shfl_xor_sync(~0u, x, m);
   return x;
-}
-
-// A span that waits, between its passes: S goes in as what its tokens leave of no state (pass 0) or of the identity, and is what the
-// next pass begins with. Order of spans: `forward` or back.
-INLINE void between_passes(float (&S)[16][4], const Args& a, bool forward, int pass, int s, int h, u32 at, u32 open, int w, int lane) {
-  const u64 i = (u64)s * a.H + h;
-  float4* const own = a.parts ? held(a.parts, 2 * i, w, lane) : held(a.states, i, w, lane);
-  if (pass == 0) {
-    store(S, own);
-    identity(S, w, lane);
-    return;
-  }
-  const int before = forward ? s - 1 : s + 1;
-  int from = before;
-  if (a.parts) {
-    from = uniform(enters(a, forward, s, h));
-    combine(S, a, from != before, before, s, h, at, w, lane);
-  } else {
-    keep_map(S, at, w, lane);
-  }
-  leave_early(S, a, own, from, before, s, h, at, open, w, lane);
 }

@@ -17,6 +17,7 @@
 // the identity (two passes without outputs): the state it leaves is a product once the one before it is there.
 // Programs take spans in order, so that one which waits waits for one that runs.
 #include "gdn.cuh"
+#include "triangle.cuh"
 
 #define MAKERS 4 // warps that make pairs
 
@@ -36,7 +37,6 @@
 #define OFF_P 26624
 #define OFF_B 28672
 #define HALF 8192               // from 64 channels of k and q to the others
-#define TRIANGLE 2304           // what a maker inverts
 #define TRIANGLES (SLOTS * SLOT + STAGE)
 #define FACTOR 384              // of a slot's tokens: e^G, e^(GL - G), with KEEP beta
 #define FACTORS (TRIANGLES + MAKERS * TRIANGLE)
@@ -44,13 +44,6 @@
 #define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
 #define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, what they leave over
 #define SHARED (SAID + 80)
-
-// Where column j of the triangle lies: its rows from a multiple of 4 at most j + 1 on
-INLINE constexpr int triangle_from(int j) { return (j + 1) & ~3; }
-INLINE constexpr int triangle_column(int j) {
-  const int b = (j + 1) >> 2;
-  return 4 * ((b ? 96 + 4 * (b - 1) * (32 - 2 * b) : 0) + (j - (b ? 4 * b - 1 : 0)) * (32 - 4 * b) - 4 * b);
-}
 
 // -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
 
@@ -126,25 +119,6 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
     }
 }
 
-// M by forward substitution in fp32, a column a lane; b: its beta
-INLINE void invert(float b, u32 at, u32 triangle, int lane) {
-  float y[C];
-#pragma unroll
-  for (int i = 0; i < C; i++) y[i] = i == lane ? b : 0.f;
-#pragma unroll
-  for (int j = 0; j < C; j++) {
-#pragma unroll
-    for (int i = triangle_from(j); i < C; i += 4) {
-      u32 r[4];
-      lds128(r, triangle + triangle_column(j) + i * 4);
-#pragma unroll
-      for (int l = 0; l < 4; l++)
-        if (i + l > j) y[i + l] = fmaf(-__uint_as_float(r[l]), y[j], y[i + l]);
-    }
-    sts16(at + OFF_M + pair_place(j, lane >> 3) + (lane & 7) * 2, (u16)(pack(y[j], 0.f) & 0xffff));
-  }
-}
-
 #if KEEP
 // N and P to where the backward reads them
 INLINE void keep_pairs(u16* to, u32 at, int lane) {
@@ -200,12 +174,12 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     const bool now = more && (c >= last || c + MAKERS < last) && uniform(is_empty(c + MAKERS));
     if (now) ask(c + MAKERS);
 #if KEEP
-    invert(1.f, at, triangle, lane);
+    invert(1.f, at + OFF_M, triangle, lane);
     __syncwarp();
     const int own = t0 + (c - last) * C - x.begin;
     if (c >= last && own >= 0) keep_pairs(a.kept_pairs + kept_at(a, x.chunk + own / C, h) * (2 * C * C), at, lane);
 #else
-    invert(mine, at, triangle, lane);
+    invert(mine, at + OFF_M, triangle, lane);
 #endif
     proxy_fence();
     __syncwarp();

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,17 +32,21 @@ TOGETHER = 4
 """Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 GROUPED = 16
 """Spans of a row from which on they do."""
+UNEVEN = False
+"""Whether the span of a row that goes over its tokens once, where others go three times, has twice as many; not by
+default before a GPU has run it."""
 PARTS = 2**28
 """Bytes of what they leave, in a call."""
-KEPT = 3 * SAVED_STATES // 2
-"""Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
-ARGUMENTS = "16Q11if"
+KEPT = 3 * SAVED_STATES
+"""Bytes that a call's chunks leave for its backward, or a backward holds at a time: 4 % of the smallest Hopper GPU's
+memory. Not a share of what is free, which the host would wait for and which changes from call to call."""
+ARGUMENTS = "16Q12if4x"
 SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
 
 
-class Kept(NamedTuple):
+class KeptChunks(NamedTuple):
     """What a backward wants of chunks: the states before them, W (U by beta) and their pairs."""
 
     states: Tensor
@@ -49,7 +54,7 @@ class Kept(NamedTuple):
     pairs: Tensor
 
     @classmethod
-    def of(cls, saved: tuple[Tensor | None, ...]) -> Kept | None:
+    def of(cls, saved: tuple[Tensor | None, ...]) -> KeptChunks | None:
         """What a forward in one launch left, if it did; one in chunks leaves more, and others."""
         states, writes, pairs = saved if len(saved) == 3 else (None, None, None)
         return None if states is None or writes is None or pairs is None else cls(states, writes, pairs)
@@ -92,6 +97,23 @@ def span(tokens: int, heads: int, pieces: int, programs: int, equal: bool = Fals
     return best
 
 
+def unequal(tokens: int, length: int, rows: int, programs: int) -> tuple[int, int]:
+    """Tokens a span and of the outer one, of `rows` of so many tokens: where all spans run at once, and there are some
+    between the first and the last, the outer one goes over its tokens while the others go over theirs twice."""
+    count = cdiv(tokens, length)
+    count = max(count, min(programs // rows, 8))
+    if not UNEVEN or not 2 < count < GROUPED or count * rows > programs:
+        return length, length
+    each = cdiv(cdiv(tokens, CHUNK), count + 1) * CHUNK
+    return each, 2 * each
+
+
+def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """Tokens a span and of a row's outer one (see `GDNCall`)."""
+    length = span(tokens, heads, pieces, programs, equal)
+    return unequal(tokens // pieces, length, pieces * heads, programs) if equal else (length, length)
+
+
 def picks(programs: int, device: torch.device) -> bool:
     """Whether programs take spans that wait first: where all run at once that is the same."""
     return programs > multiprocessors(device)
@@ -103,6 +125,9 @@ def combined(length: int, tokens: int, states: int) -> int:
     return TOGETHER if fits and tokens >= GROUPED * length else 1
 
 
+Cut = Callable[[int, int, int, int, bool], tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class GDNCall:
     """One device's tokens, as the kernels take them.
@@ -110,6 +135,7 @@ class GDNCall:
     Attributes:
         inputs: q, k, v bf16, g (None: no decay) and beta fp32 or bf16; contiguous, batch rows one behind the other.
         pieces: documents, or batch rows. length: tokens a span. count, chunks: how many spans and chunks at most.
+        outer: tokens of a row's first span (backward: its last), where rows are cut evenly but for it.
         runs: the spans of packed documents; None: rows are cut evenly.
     """
 
@@ -118,22 +144,24 @@ class GDNCall:
     scale: float
     pieces: int
     length: int
+    outer: int
     count: int
     chunks: int
     runs: Runs | None
 
     @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float) -> GDNCall:
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, cut: Cut = cut) -> GDNCall:
         inputs = as_read(inputs)
         v = inputs.v
         B, T, H = v.shape[:3]
         pieces = B if cu is None else cu.numel() - 1
-        length = span(B * T, H, pieces, multiprocessors(v.device), cu is None)
+        length, outer = cut(B * T, H, pieces, multiprocessors(v.device), cu is None)
         if cu is None:
-            return cls(inputs, None, scale, pieces, length, B * cdiv(T, length), B * cdiv(T, CHUNK), None)
+            count = B * (1 + cdiv(max(T - outer, 0), length))
+            return cls(inputs, None, scale, pieces, length, outer, count, B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
         runs = Runs.of(T, length, CHUNK, cu)
-        return cls(inputs, cu, scale, pieces, length, runs.count, T // CHUNK + pieces, runs)
+        return cls(inputs, cu, scale, pieces, length, length, runs.count, T // CHUNK + pieces, runs)
 
     @property
     def defines(self) -> tuple[str, str, str]:
@@ -152,10 +180,10 @@ class GDNCall:
         """Room for the state of every piece."""
         return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
 
-    def kept(self, heads: int) -> Kept:
+    def kept(self, heads: int) -> KeptChunks:
         """Room for what a backward wants of chunks."""
         shape, bf16 = (self.chunks, heads), torch.bfloat16
-        return Kept(
+        return KeptChunks(
             self.new(*shape, HEAD, HEAD, dtype=bf16),
             self.new(*shape, CHUNK, HEAD, dtype=bf16),
             self.new(*shape, 2, CHUNK, CHUNK, dtype=bf16),
@@ -163,7 +191,7 @@ class GDNCall:
 
     def launch(
         self, kernel: CudaKernel, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
-        kept: Kept | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
+        kept: KeptChunks | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
     ) -> None:  # fmt: skip
         """`states`: those it begins with and those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
@@ -171,11 +199,11 @@ class GDNCall:
         flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
         passed, together = self.new(self.count, H, HEAD, HEAD), combined(self.length, T, self.count * H)
         parts = self.new(self.count, H, 2, HEAD, HEAD) if together > 1 else None
-        table = None if self.runs is None else self.runs.table
+        table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
         kernel(
             programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, parts, *kept,
             T, H, x.q.shape[2], self.count, self.length, self.pieces,
-            heads.start, len(heads), 1, picks(programs, device), together, self.scale, *further,
+            heads.start, len(heads), 1, picks(programs, device), together, outer, self.scale, *further,
         )  # fmt: skip
 
 
@@ -185,7 +213,6 @@ def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
     return group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
 
 
-@functools.lru_cache(maxsize=512)
 def group(chunks: int, heads: int) -> int:
     """Heads at a time whose chunks' states are held: groups of about one size."""
     most = max(1, KEPT // (chunks * 2 * (HEAD * HEAD + CHUNK * HEAD + 2 * CHUNK * CHUNK)))
@@ -194,7 +221,7 @@ def group(chunks: int, heads: int) -> int:
 
 def forward(
     inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, Kept | None]:
+) -> tuple[Tensor, Tensor | None, KeptChunks | None]:
     """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
     what `gradients` take."""
     H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale)
@@ -212,7 +239,7 @@ def gradients(
     S0: Tensor | None,
     do: Tensor,
     dS_end: Tensor | None,
-    kept: Kept | None,
+    kept: KeptChunks | None,
 ) -> tuple[Inputs, Tensor]:
     """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
     made again, as many heads at a time as `KEPT` bytes hold."""

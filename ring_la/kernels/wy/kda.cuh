@@ -2,6 +2,7 @@
 #pragma once
 #define C 16  // tokens a chunk
 #define D 128 // channels of a head
+#define OUTER a.length
 #include "spans.cuh"
 
 #define GROUP 4 // tokens whose factors are made together

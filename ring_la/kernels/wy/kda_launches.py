@@ -55,11 +55,11 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def as_read(inputs: Inputs) -> Inputs:
-    """Inputs as these kernels read them: contiguous, q and k in the dtype of v, gates and steps in fp32 or bf16."""
-    q, k, v, g, beta = (None if x is None else aligned(x) for x in (*inputs.qkv, inputs.g, inputs.beta))
-    q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
+    """Inputs as these kernels read them: contiguous; q, k, a, b in the dtype of v, gates and steps in fp32 or bf16."""
+    q, k, v, g, beta, a, b = (None if x is None else aligned(x) for x in inputs)
+    q, k, a, b = (x if x is None or x.dtype == v.dtype else x.to(v.dtype) for x in (q, k, a, b))
     g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
-    return Inputs(q, k, v, g, beta)
+    return Inputs(q, k, v, g, beta, a, b)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Kernels in CUDA C++ on Hopper that take all of one device's tokens in a launch (see `kda_launches`, `gdn_launches`).
+"""Kernels in CUDA C++ on Hopper that take all of one device's tokens in a launch (see `kda_launches`, `gdn_launches`,
+`gla_launches`, `dplr_launches`).
 
 What comes into a span of tokens is often forgotten there, so that spans start early from zero, by a bound that holds;
 one that does not forget waits for the span before it. A call that exchanges states with other ranks goes by chunks of
@@ -19,7 +20,7 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, OutputUse, Summary
 from ring_la.kernels.runtime import cuda_kernel
-from ring_la.kernels.wy import gdn_launches, kda_launches
+from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches
 from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.recurrence import WYRecurrence
 from ring_la.kernels.wy.saved import WYBack, WYMaps
@@ -57,26 +58,69 @@ def _delta(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, u
 def _delta_gradients(
     inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
 ) -> tuple[Inputs, Tensor]:
-    kept = gdn_launches.Kept.of(backward.saved)
+    kept = gdn_launches.KeptChunks.of(backward.saved)
     return gdn_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
 
 
+def _gla(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
+    keep = use.saved and gla_launches.keeps(inputs, cu)
+    o, leaving, kept = gla_launches.forward(inputs, cu, scale, S0, use.final, keep)
+    return Output(o, leaving, () if kept is None else tuple(kept))
+
+
+def _gla_gradients(
+    inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
+) -> tuple[Inputs, Tensor]:
+    kept = gla_launches.KeptPairs.of(backward.saved)
+    return gla_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
+
+
+def _dplr(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
+    keep = use.saved and dplr_launches.keeps(inputs, cu)
+    o, leaving, kept = dplr_launches.forward(inputs, cu, scale, S0, use.final, keep)
+    return Output(o, leaving, () if kept is None else tuple(kept))
+
+
+def _dplr_gradients(
+    inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
+) -> tuple[Inputs, Tensor]:
+    kept = gdn_launches.KeptChunks.of(backward.saved)
+    return dplr_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
+
+
+GLA_BY_LAUNCH = False
+"""Whether GLA goes by one launch each way; not by default before a GPU has run it."""
+DPLR_BY_LAUNCH = False
+"""The same of DPLR whose gate has a bound."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
-many to 1.5 GiB of `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks."""
+many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
 KDA = Launches(_kda, _kda_gradients)
 DELTA = Launches(_delta, _delta_gradients, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
+GLA = Launches(_gla, _gla_gradients)
+DPLR = Launches(_dplr, _dplr_gradients)
+
+
+def knobs() -> tuple[int, bool, bool, bool]:
+    """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
+    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, gdn_launches.UNEVEN
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     """The launches that a call might go by: KDA's where a bound of its gate is known, a delta rule's where no backward
-    pass follows or there is enough to do."""
+    pass follows or there is enough to do, GLA's and DPLR's if `GLA_BY_LAUNCH` and `DPLR_BY_LAUNCH`."""
     if rule.plain == Rule("delta", "diagonal"):
         return None if rule.lower_bound is None or rule.lower_bound < kda_launches.LEAST else KDA
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
         return DELTA if use.alone and DELTA.enough(inputs) else None
+    if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH and (use.alone or not use.saved):
+        return GLA
+    if rule.plain == Rule("dplr", "diagonal") and DPLR_BY_LAUNCH and (use.alone or not use.saved):
+        g, bound = inputs.g, rule.lower_bound
+        fits = bound is not None and bound >= dplr_launches.LEAST and g is not None and g.dtype == torch.bfloat16
+        return DPLR if fits else None
     return None
 
 
@@ -146,4 +190,6 @@ class OneLaunch:
 
 def _without_kept(backward: Backward) -> Backward:
     """Without what only a launch takes; what a forward in chunks saved stays."""
-    return backward if gdn_launches.Kept.of(backward.saved) is None else backward._replace(saved=())
+    saved = backward.saved
+    found = gdn_launches.KeptChunks.of(saved) or gla_launches.KeptPairs.of(saved)
+    return backward if found is None else backward._replace(saved=())

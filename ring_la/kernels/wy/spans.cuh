@@ -1,5 +1,6 @@
 // What the fused kernels of one device's tokens share: spans of a head's tokens, each a program's, and how they hand
-// states on. A file that includes this says before it how many tokens a chunk has (C) and channels a head (D).
+// states on. A file that includes this says before it how many tokens a chunk has (C) and channels a head (D), and of rows
+// that are cut evenly but for one span how many tokens that has: the first, or with a minus sign the last (OUTER).
 #pragma once
 #include "hopper.cuh"
 
@@ -11,10 +12,12 @@ template <class Args> INLINE Span span_of(const Args& a, int s) {
     const int* row = a.table + s * 6;
     x.begin = row[0]; x.end = row[1]; x.piece = row[2]; x.chunk = row[3]; x.first = row[4]; x.last = row[5];
   } else {
-    const int each = (a.T + a.length - 1) / a.length, n = s % each;
+    const int outer = OUTER < 0 ? -(OUTER) : OUTER, before = OUTER < 0 ? 0 : outer - a.length;
+    const int each = 1 + max(a.T - outer + a.length - 1, 0) / a.length, n = s % each;
     x.piece = s / each; x.first = n == 0; x.last = n == each - 1;
-    x.chunk = x.piece * ((a.T + C - 1) / C) + n * (a.length / C);
-    x.begin = x.piece * a.T + n * a.length; x.end = x.piece * a.T + min((n + 1) * a.length, a.T);
+    const int begin = x.first ? 0 : before + n * a.length;
+    x.chunk = x.piece * ((a.T + C - 1) / C) + begin / C;
+    x.begin = x.piece * a.T + begin; x.end = x.piece * a.T + (x.last ? a.T : before + (n + 1) * a.length);
   }
   return x;
 }
@@ -258,4 +261,26 @@ INLINE void combine(float (&S)[16][4], const Args& a, bool joins, int before, in
   store(S, own + map);
   keep_map(S, at, w, lane);
   if (w == 0 && lane == 0) store_release(done(a, s, h), -1);
+}
+
+// A span that waits, between its passes: S goes in as what its tokens leave of no state (pass 0) or of the identity, and is what the
+// next pass begins with. Order of spans: `forward` or back.
+template <class Args>
+INLINE void between_passes(float (&S)[16][4], const Args& a, bool forward, int pass, int s, int h, u32 at, u32 open, int w, int lane) {
+  const u64 i = (u64)s * a.H + h;
+  float4* const own = a.parts ? held(a.parts, 2 * i, w, lane) : held(a.states, i, w, lane);
+  if (pass == 0) {
+    store(S, own);
+    identity(S, w, lane);
+    return;
+  }
+  const int before = forward ? s - 1 : s + 1;
+  int from = before;
+  if (a.parts) {
+    from = uniform(enters(a, forward, s, h));
+    combine(S, a, from != before, before, s, h, at, w, lane);
+  } else {
+    keep_map(S, at, w, lane);
+  }
+  leave_early(S, a, own, from, before, s, h, at, open, w, lane);
 }

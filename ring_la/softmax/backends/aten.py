@@ -14,6 +14,10 @@ from .packs import Pack
 from .varlen import HALVES, VarlenBackend, Window, enough_rows
 
 aten = torch.ops.aten
+LATENT = 192, 128
+"""K and V of the other heads that cuDNN has on Hopper: DeepSeek's keys and values, made of latents."""
+LATENT_TAKEN = False
+"""Whether calls take it for those where they name nothing: `python -m benchmarks.chosen --cases expanded` decides."""
 WIDE = torch.__version__ >= "2.11"
 """Whether this PyTorch's cuDNN has heads of 256 channels on Hopper: 2.11's passes our checks, forward and backward."""
 
@@ -93,7 +97,12 @@ class CuDNN(TileBackend):
         """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding. Of heads wider
         than 128 those of 256 channels alone were compared with fp64."""
         hopper = torch.cuda.get_device_capability(ask.device) >= (9, 0)
-        return hopper and not ask.packed and enough_rows(ask) and (ask.width <= 128 or ask.width == 256)
+        width = LATENT_TAKEN if ask.width != ask.value_width else ask.width <= 128 or ask.width == 256
+        return hopper and not ask.packed and enough_rows(ask) and width
+
+    def takes_widths(self, ask: Ask) -> bool:
+        hopper = torch.cuda.get_device_capability(ask.device) == (9, 0)
+        return WIDE and hopper and (ask.width, ask.value_width) == LATENT
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

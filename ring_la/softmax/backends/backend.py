@@ -134,9 +134,13 @@ class TileBackend(AttentionBackend):
             return "packed offsets are known to the GPU only"
         if ask.strided_pairs:
             return "a striped layout against keys in order has a mask it does not know"
-        if ask.width != ask.value_width:
+        if ask.width != ask.value_width and not self.takes_widths(ask):
             return f"it needs K = V, not {ask.width} and {ask.value_width}"
         return ""
+
+    def takes_widths(self, ask: Ask) -> bool:
+        """Whether it takes these K and V, which are not the same."""
+        return False
 
     @abstractmethod
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:

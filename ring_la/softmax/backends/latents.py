@@ -24,9 +24,12 @@ from ..geometry.stretches import stretches_of_keys
 from ..merging import Gradients, Partial, Sum, wide
 from ..scores import Scores
 from .backend import AttentionBackend, QueryRows
+from .chosen import ChosenBackend
 
 LEAST_KEYS = 4096
 """Keys that are expanded at once, if they are not more than the queries."""
+AT_ONCE = 65536
+"""Queries that have chosen their keys and are absorbed at once: each is L + R numbers a head then, several times."""
 TOKENS = 8192
 """Queries whose o' are wide at once."""
 
@@ -107,17 +110,50 @@ class Expanded(LatentBackend):
 
 
 class Absorbed(LatentBackend):
-    """Queries taken to the latents. Its inner kernel takes Δ, one key head, and K = L + R, V = L."""
+    """Queries taken to the latents. Its inner kernel takes Δ, one key head, and K = L + R, V = L. Those that choose
+    their keys are taken some at a time: `AT_ONCE`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
-        part = self._part(q, k, v, scores, pair)
-        if not part.empty:
-            o, lse = part.result()
-            out.add(self._raise(o), lse)
+        keys = self._keys(k, v)
+        for rows, met, inner in self._strips(pair):
+            part = self._part(inner, q[:, rows], keys, scores, met)
+            if not part.empty:
+                o, lse = part.result()
+                out.add(self._raise(o), lse, rows)
 
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        keys, strips = self._keys(k, v), self._strips(pair)
+        for rows, met, inner in strips:
+            self._backward(inner, x.cut(rows), keys, scores, met, out, rows)
+            if len(strips) > 1:  # gradients of all keys, once for each strip: put together now
+                out.dk.wide()
+                out.dv.wide()
+
+    def _strips(self, pair: Pair) -> list[tuple[slice, Pair, AttentionBackend]]:
+        """Queries, where they stand against the keys, and the kernel for them."""
+        n = len(pair.rows)
+        if not isinstance(self.inner, ChosenBackend) or n <= AT_ONCE or pair.rows.runs is None:
+            return [(slice(0, n), pair, self.inner)]
+        rows = [slice(a, min(a + AT_ONCE, n)) for a in range(0, n, AT_ONCE)]
+        chosen = self.inner.chosen
+        return [
+            (some, Pair(pair.rows.cut(some.start, some.stop), pair.keys, pair.reach), self.inner.of(chosen[:, some]))
+            for some in rows
+        ]
+
+    def _backward(
+        self,
+        inner: AttentionBackend,
+        x: QueryRows,
+        keys: Tensor,
+        scores: Scores,
+        pair: Pair,
+        out: Gradients,
+        some: slice,
+    ) -> None:
+        """The gradients of some queries, ``keys [B, n, 1, L + R]``."""
         N, L = self.up_k.shape[1:]
-        part = self._part(x.q, k, v, scores, pair)
+        part = self._part(inner, x.q, keys, scores, pair)
         if part.empty:
             return
         o, lse = part.result()
@@ -125,13 +161,13 @@ class Absorbed(LatentBackend):
         low = o.mul_(share.mT[..., None])  # it is ours, and large
         do = torch.einsum("bthv,hvl->bthl", x.do, self.up_v)
         delta = None if x.delta is None else x.delta + self._rounded_apart(x.do, do, low)
-        rows, keys = QueryRows(self._lower(x.q), low, do, x.lse, delta), self._keys(k, v)
-        grads = Gradients.of(rows.q, keys, k)
-        self.inner.backward(rows, keys, keys[..., :L], scores, pair, grads)
-        dtype = self._dtype(k.dtype)
+        rows, values = QueryRows(self._lower(x.q), low, do, x.lse, delta), keys[..., :L]
+        grads = Gradients.of(rows.q, keys, values)
+        inner.backward(rows, keys, values, scores, pair, grads)
+        dtype = self._dtype(keys.dtype)
         dq, dk, dv = (g.result(dtype) for g in (grads.dq, grads.dk, grads.dv))
         dlow, q = dq[..., :L], x.q[..., :N]
-        out.dq.add(torch.cat([torch.einsum("bthl,hnl->bthn", dlow, self.up_k.to(dtype)), dq[..., L:]], -1))
+        out.dq.add(torch.cat([torch.einsum("bthl,hnl->bthn", dlow, self.up_k.to(dtype)), dq[..., L:]], -1), some)
         out.dk.add(dk[..., :L] + dv)
         out.dv.add(dk[..., L:])
         self.dup_k += torch.einsum("bthn,bthl->hnl", q.to(dtype), dlow)
@@ -146,10 +182,11 @@ class Absorbed(LatentBackend):
         ]
         return torch.cat(out, 1).transpose(1, 2)
 
-    def _part(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Partial:
+    def _part(self, inner: AttentionBackend, q: Tensor, keys: Tensor, scores: Scores, pair: Pair) -> Partial:
         """o' and lse of these keys alone."""
-        part, keys = Partial((*q.shape[:3], k.shape[3]), q.dtype, q.device), self._keys(k, v)
-        self.inner.forward(self._lower(q), keys, keys[..., : k.shape[3]], scores, pair, part)
+        L = self.up_k.shape[2]
+        part = Partial((*q.shape[:3], L), q.dtype, q.device)
+        inner.forward(self._lower(q), keys, keys[..., :L], scores, pair, part)
         return part
 
     def _lower(self, q: Tensor) -> Tensor:

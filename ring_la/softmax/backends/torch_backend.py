@@ -16,6 +16,7 @@ from torch import Tensor
 from ..geometry import Pair, Tile, strips, tiles
 from ..merging import Gradients, Partial, wide
 from ..scores import Scores, dropout_keep
+from ..sums import keep_first
 from .backend import AttentionBackend, QueryRows
 
 ROWS = 512
@@ -36,7 +37,7 @@ class TorchBackend(AttentionBackend):
     """Scores strip by strip."""
 
     name = "torch"
-    knows = frozenset({"softcap", "alibi_slopes", "dropout_p"})
+    knows = frozenset({"softcap", "alibi_slopes", "dropout_p", "sums"})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         for tile in tiles(pair):
@@ -71,6 +72,8 @@ def tile_gradients(
         ds = ds.mul_(y.slope_of_cap)
     dq = torch.matmul(ds, y.k).mul_(scores.scale)
     dk = torch.matmul(ds.mT, y.q).mul_(scores.scale)
+    if scores.sums:
+        keep_first(dq, dk, scores.sums, x.q.dtype)
     return _tokens_first(dq, x.q.shape[2]), dk.transpose(1, 2), dv.transpose(1, 2)
 
 

@@ -57,11 +57,13 @@ class Tokens:
         length: number of rows.
         device: where the tensors below live.
         tensors: (positions, documents) where there are no runs.
+        packed: whether, without runs, these are documents one after the other.
 
     Attributes:
         kept: what is made once for these rows.
         met: what is made once for them and another side, by how far a query sees; see `Pair`.
         ordered: whether rows stand in the order of the sequence.
+        rising: whether rows stand by document, then by position, as is known without reading the device.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Tokens:
         length: int,
         device: torch.device,
         tensors: tuple[Tensor, Tensor] | None = None,
+        packed: bool = False,
     ) -> None:
         self.runs = None if runs is None else tuple(runs)
         self.length, self.device, self._tensors = length, device, tensors
@@ -78,6 +81,7 @@ class Tokens:
         self.ordered = runs is None or all(
             a.index + (a.length - 1) * a.stride < b.index for a, b in zip(runs, runs[1:])
         )
+        self.rising = packed if runs is None else _rises(runs)
 
     def __len__(self) -> int:
         return self.length
@@ -145,7 +149,7 @@ class Tokens:
         """All rows of one device, packed at offsets only the device knows. No synchronisation."""
         index = torch.arange(length, device=cu.device)
         documents = torch.searchsorted(cu[1:].to(torch.int64).contiguous(), index, right=True)
-        return cls(None, length, cu.device, (index - cu.to(torch.int64)[documents], documents))
+        return cls(None, length, cu.device, (index - cu.to(torch.int64)[documents], documents), True)
 
     @classmethod
     def of_ranks(
@@ -209,7 +213,9 @@ class Tokens:
     def from_ends(self, ends: Any) -> Tokens:
         """The same rows with positions counted from the end of their document: its first key after it is at 0."""
         if self.runs is None:
-            return Tokens(None, self.length, self.device, (self.positions - ends[self.documents], self.documents))
+            return Tokens(
+                None, self.length, self.device, (self.positions - ends[self.documents], self.documents), self.rising
+            )
         runs = [replace(r, position=r.position - ends[r.document]) for r in self.runs]
         return Tokens(runs, self.length, self.device)
 
@@ -231,6 +237,12 @@ def _runs_of(layout: Layout, rank: int) -> list[tuple[int, int, int, int]]:
         if len(mine):
             out.append((mine[0], len(mine), document, p))
     return out
+
+
+def _rises(runs: Sequence[Run]) -> bool:
+    if any(r.document == ANY_DOCUMENT for r in runs):
+        return False
+    return all((a.document, a.last) < (b.document, b.position) for a, b in zip(runs, runs[1:]))
 
 
 def _append(runs: list[Run], run: Run) -> None:

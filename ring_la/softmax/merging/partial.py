@@ -79,6 +79,9 @@ class Partial:
         B, T, H, _ = self.shape
         if len(self._parts) == 1 and self._parts[0].stop - self._parts[0].start == T and not copy:
             return self._parts[0].x.to(dtype).contiguous(), self._parts[0].lse.to(wide(self.dtype)).contiguous()
+        if not copy and one_pass.holds(self._parts, T, dtype):
+            self._parts = [one_pass.into_first(self._parts)]
+            return self._parts[0].x, self._parts[0].lse
         o = torch.empty(self.shape, dtype=dtype, device=self.device)
         lse = torch.empty((B, H, T), dtype=wide(self.dtype), device=self.device)
         if self._parts and one_pass.fuses(self.device, lse.dtype):

@@ -53,14 +53,28 @@ class Sum:
         whole = len(self._parts) == 1 and self._parts[0].stop - self._parts[0].start == self.shape[1]
         if whole and self._parts[0].x.dtype == dtype:
             return self._parts[0].x.contiguous()
+        if one_pass.holds(self._parts, self.shape[1], dtype):
+            self._parts = [one_pass.into_first(self._parts)]
+            return self._parts[0].x
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         self.write(out)
         return out
 
+    def over_columns(self, columns: slice) -> Tensor:
+        """The sum over some columns, too, wide ``[B, T, H]``."""
+        out = torch.zeros(self.shape[:3], dtype=self.dtype, device=self.device)
+        for p in self._parts:
+            out[:, p.start : p.stop] += p.x[..., columns].to(self.dtype).sum(-1)
+        return out
+
     def settled(self, dtype: torch.dtype) -> Sum:
         """The same with its parts read now, into memory of its own."""
-        out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        self.write(out)
+        if one_pass.holds(self._parts, self.shape[1], dtype):
+            self._parts = [one_pass.into_first(self._parts)]
+            out = self._parts[0].x
+        else:
+            out = torch.empty(self.shape, dtype=dtype, device=self.device)
+            self.write(out)
         total = Sum(self.shape, self.dtype, self.device)
         total.add(out)
         return total

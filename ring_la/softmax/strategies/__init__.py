@@ -1,5 +1,6 @@
 """How keys and values meet the queries of other ranks. One file a strategy."""
 
+from .ahead import PostedKeys, post_keys
 from .all_gather import KeyGather
 from .canonical import CanonicalGather
 from .chosen import KeysAsked
@@ -33,8 +34,10 @@ __all__ = [
     "KeyRing",
     "KeySend",
     "KeysAsked",
+    "PostedKeys",
     "Strategy",
     "SendPlan",
+    "post_keys",
     "ring_of",
     "share_sent",
 ]

@@ -21,11 +21,11 @@ class KeyGather:
     name = "all_gather"
 
     def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
-        k, v = _gather(job, k, v).wait()
+        k, v = gather_keys(job, k, v).wait()
         job.forward_to(q, k, v, job.all_keys, out)
 
     def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
-        all_k, all_v = _gather(job, k, v).wait()
+        all_k, all_v = gather_keys(job, k, v).wait()
         grads = Gradients.of(x.q, all_k, all_v)
         job.backward_to(x, all_k, all_v, job.all_keys, grads)
         dtype, own = job.message_dtype(k.dtype), Gradients(grads.dq, Sum.like(k), Sum.like(v))
@@ -35,7 +35,7 @@ class KeyGather:
         return own
 
 
-def _gather(job: AttentionJob, k: Tensor, v: Tensor) -> Pending:
+def gather_keys(job: AttentionJob, k: Tensor, v: Tensor) -> Pending:
     """Post: the keys and values of all ranks, in the order of ``job.all_keys``."""
     if job.size == 1:
         return Pending(lambda: (_ordered(k, job.order), _ordered(v, job.order)))

@@ -13,7 +13,7 @@ from ..backends import QueryRows
 from ..backends.canonical import Canonical
 from ..geometry import Pair, Tokens
 from ..merging import Gradients, Sum, wide
-from .all_gather import KeyGather, _gather, _ordered
+from .all_gather import KeyGather, _ordered, gather_keys
 from .job import AttentionJob
 
 
@@ -25,13 +25,18 @@ class CanonicalGather(KeyGather):
     def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
         assert isinstance(job.backend, Canonical)
         assert job.all_keys is not None
-        all_k, all_v = _gather(job, k, v).wait()
-        tokens, order = Tokens.joined(job.rows).fewest_runs()
+        all_k, all_v = gather_keys(job, k, v).wait()
+        tokens, order = job.rows[0].kept(_joined, lambda: _joined(job.rows), *job.rows)
         rows, grads = _all_rows(job, x, order), Gradients.of(x.q, k, v)
         reach = job.scores.reach
         grads.dq.add(job.backend.query_gradients(x, all_k, all_v, job.scores, job.against(job.all_keys)))
         dk, dv = job.backend.key_gradients(rows, k, v, job.scores, Pair(tokens, job.keys[job.rank], reach))
         return Gradients(grads.dq, _sum(k, dk), _sum(v, dv))
+
+
+def _joined(rows: tuple[Tokens, ...]) -> tuple[Tokens, Tensor | None]:
+    """The rows of all ranks, in the order of the sequence."""
+    return Tokens.joined(rows).fewest_runs()
 
 
 def _sum(like: Tensor, grad: Tensor) -> Sum:

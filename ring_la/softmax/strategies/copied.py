@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..backends import LatentBackend, QueryRows
-from ..merging import Gradients, Partial, Sum
+from ..merging import Gradients, Partial, Sum, wide
 from .job import AttentionJob
 from .mailbox import Mailbox
 from .schedule import Round, Schedule
@@ -83,7 +83,8 @@ class Copied:
         for rows, dk, dv in box.letters():
             own.dk.add(dk, rows)
             own.dv.add(dv, rows)
-        return Gradients(own.dq, own.dk.settled(k.dtype), own.dv.settled(v.dtype))
+        of_sums = wide(k.dtype) if job.scores.sums else k.dtype  # parts of sums add up where nothing is rounded
+        return Gradients(own.dq, own.dk.settled(of_sums), own.dv.settled(v.dtype))
 
     def _turns(self, job: AttentionJob, q: Tensor, rounds: Iterable[Round]) -> Iterator[tuple[Round, bool]]:
         """Rounds, each with whether it is computed on the second stream: the first one is, beside the own block."""

@@ -53,8 +53,8 @@ class Mailbox:
             for rank, deliveries in known[steps]:
                 for k, v, a, b in deliveries:
                     whole = b - a == tokens
-                    _copy(k, self.k if whole else self.k.narrow(1, a, b - a))
-                    _copy(v, self.v if whole else self.v.narrow(1, a, b - a))
+                    copy_rows(k, self.k if whole else self.k.narrow(1, a, b - a))
+                    copy_rows(v, self.v if whole else self.v.narrow(1, a, b - a))
                 self.memory.tell(rank)
 
     def receive(self, r: Round) -> KeyValues:
@@ -75,7 +75,7 @@ class Mailbox:
                     first, last = max(a, span.place), min(b, span.place + len(span))
                     if first < last:
                         place = slice(letter.place + first - span.place, letter.place + last - span.place)
-                        _copy(self._inbox_of(span.owner)[which][:, place], rows[:, first - a : last - a])
+                        copy_rows(self._inbox_of(span.owner)[which][:, place], rows[:, first - a : last - a])
 
     def beside(self) -> AbstractContextManager:
         """A context in which blocks are computed beside those of the current stream, from when the mailbox was opened
@@ -144,7 +144,7 @@ def _aligned(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _copy(into: Tensor, source: Tensor) -> None:
+def copy_rows(into: Tensor, source: Tensor) -> None:
     """A copy in contiguous stretches, which copy engines do."""
     if into.shape[0] == 1:
         into.copy_(source, non_blocking=True)

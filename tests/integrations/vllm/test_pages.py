@@ -9,7 +9,7 @@ import torch
 
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.integrations.vllm.memory import Shared, mapped
-from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, WorkerPart, write_states
+from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, WorkerPart, check_layers, write_states
 from ring_la.integrations.vllm.parcels import LaidTensor, places, planned, runs
 
 CPU = torch.device("cpu")
@@ -116,9 +116,31 @@ def test_states_of_mamba_by_workers(groups):
         assert torch.equal(layer.kv_cache[1][0], state[2 * rank : 2 * rank + 2])
 
 
+def test_states_of_mamba_1_by_workers():
+    channels, state = torch.randn(6, 4), torch.randn(6, 5)
+    for rank in range(2):
+        mine = slice(3 * rank, 3 * rank + 3)
+        layer = recurrent("MAMBA1", (3, 3), (3, 5))
+        write_states(layer, {("convolution", 0): channels, ("recurrent", 0): state}, 1, WorkerPart(rank, 2))
+        assert torch.equal(layer.kv_cache[0][1], channels[mine, -3:].T)
+        assert torch.equal(layer.kv_cache[1][1], state[mine])
+
+
+def test_layers_that_nothing_can_be_written_into_are_refused_at_the_start():
+    attention = SimpleNamespace(num_kv_heads=2, impl=SimpleNamespace(do_kv_cache_update=None))
+    known = {"layers.0.attn": attention, "layers.1.mixer": recurrent("MAMBA1", (3, 3), (3, 5))}
+    check_layers(known)
+    with pytest.raises(UnsupportedError, match=r"latents.*got layers.0.indexer.k_cache, a SimpleNamespace"):
+        check_layers(known | {"layers.0.indexer.k_cache": SimpleNamespace(head_dim=4)})
+    with pytest.raises(UnsupportedError, match=r"SHORT_CONV, got LINEAR layers.2.mixer"):
+        check_layers(known | {"layers.2.mixer": recurrent("LINEAR", (2, 2))})
+    with pytest.raises(UnsupportedError, match=r"attention_backend: .* got SimpleNamespace in layers.3.attn"):
+        check_layers(known | {"layers.3.attn": SimpleNamespace(num_kv_heads=2, impl=SimpleNamespace())})
+
+
 def test_what_does_not_fit_is_refused_by_name():
     state = {("convolution", 0): torch.zeros(8, 3), ("recurrent", 0): torch.zeros(2, 2, 2)}
-    with pytest.raises(UnsupportedError, match="layers out of GDN_ATTN, MAMBA2, SHORT_CONV, got LINEAR"):
+    with pytest.raises(UnsupportedError, match=r"layers out of GDN_ATTN, MAMBA1, .*SHORT_CONV, got LINEAR"):
         write_states(recurrent("LINEAR", (2, 2)), state, 0, WorkerPart(0, 1))
     with pytest.raises(UnsupportedError, match=r"a convolution of channels \[4, 4, 4\], got 8"):
         write_states(recurrent("GDN_ATTN", (2, 12), (2, 2, 2), key_dim=4, value_dim=4), state, 0, WorkerPart(0, 1))

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..plans import FRONT, IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, StepPlan, TokenRows
+from ..plans import (
+    FRONT,
+    IMAGE,
+    REAR,
+    SAME,
+    TEXT,
+    AttentionPlan,
+    BlockPlan,
+    KeyMask,
+    ModelPlan,
+    StepPlan,
+    TokenRows,
+    WideLayer,
+)
 
 BOTH = {"hidden_states": TokenRows(IMAGE), "encoder_hidden_states": TokenRows(TEXT), "temb": SAME}
 
 FLUX = BlockPlan(
     arguments=BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), "joint_attention_kwargs": SAME},
     attention={"attn": AttentionPlan(FRONT, ("FluxAttnProcessor",))},
+    wide=WideLayer(),
 )
 _flux2 = BlockPlan(
     arguments={
@@ -89,13 +103,14 @@ def _steps(embedding: str, name: str) -> StepPlan:
 
 def _hunyuan(rotary: str) -> BlockPlan:
     arguments = BOTH | {"attention_mask": KeyMask(REAR), rotary: (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))}
-    return BlockPlan(arguments, {"attn": AttentionPlan(REAR, ("HunyuanVideoAttnProcessor2_0",))})  # type: ignore[arg-type]
+    attention = {"attn": AttentionPlan(REAR, ("HunyuanVideoAttnProcessor2_0",))}
+    return BlockPlan(arguments, attention, wide=WideLayer())  # type: ignore[arg-type]
 
 
 def _like_flux(processor: str, keywords: str) -> BlockPlan:
     """Both kinds of Flux's blocks, under other names."""
     arguments = BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), keywords: SAME}
-    return BlockPlan(arguments, {"attn": AttentionPlan(FRONT, (processor,))})
+    return BlockPlan(arguments, {"attn": AttentionPlan(FRONT, (processor,))}, wide=WideLayer())
 
 
 def _flux_family(name: str, keywords: str, *inputs: str, embedding: str = "") -> ModelPlan:
@@ -259,6 +274,7 @@ JOINT: Mapping[str, ModelPlan] = {
                     "joint_attention_kwargs": SAME,
                 },
                 {"attn": AttentionPlan(FRONT, ("BriaAttnProcessor",))},
+                wide=WideLayer(),
             ),
         },
         (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", "guidance"),
@@ -268,7 +284,11 @@ JOINT: Mapping[str, ModelPlan] = {
         {"transformer_blocks": "ChromaTransformerBlock", "single_transformer_blocks": "ChromaSingleTransformerBlock"},
         {
             "ChromaTransformerBlock": BlockPlan(BOTH | _chroma, _chroma_attention),  # type: ignore[arg-type]
-            "ChromaSingleTransformerBlock": BlockPlan({"hidden_states": TokenRows(FRONT)} | _chroma, _chroma_attention),  # type: ignore[arg-type]
+            "ChromaSingleTransformerBlock": BlockPlan(
+                {"hidden_states": TokenRows(FRONT)} | _chroma,  # type: ignore[arg-type]
+                _chroma_attention,
+                wide=WideLayer(),
+            ),
         },
         (*COMMON, "img_ids", "txt_ids", "attention_mask"),
     ),

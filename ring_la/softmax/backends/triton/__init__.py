@@ -1,7 +1,8 @@
 """Our own kernel: softcap, windows, documents, ALiBi, sinks and dropout at global positions, on any layout."""
 
+from .backend import TritonBackend
 from .chosen import TritonChosen
 from .chosen_sorted import SortedChosen
-from .launch import TritonBackend
+from .in_blocks import CanonicalTriton
 
-__all__ = ["SortedChosen", "TritonBackend", "TritonChosen"]
+__all__ = ["CanonicalTriton", "SortedChosen", "TritonBackend", "TritonChosen"]

@@ -75,15 +75,15 @@ def load_rows(X, rows, columns, count, width, stride, FULL: tl.constexpr, INSIDE
 
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    Q, K, V, O, L, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, O, L, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS, CQ, CK,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
-    KW, VW,
+    KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, SUMS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of BM rows of one head."""
     tile, bh = tl.program_id(0), tl.program_id(1)
@@ -99,6 +99,9 @@ def forward(
     if DROP:
         qi = tl.load(QI + rows, mask=rows < Tq, other=0)[:, None]
         key = dropout_key(b, tl.load(HEADS + h), seed_lo, seed_hi)
+    if SUMS:
+        cq = tl.load(CQ + bh.to(tl.int64) * Tq + rows, mask=rows < Tq, other=0.0)[:, None]
+        CK += (b * groups + g).to(tl.int64) * Tk
     acc = tl.zeros((BM, BV), tl.float32)
     top = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -109,7 +112,10 @@ def forward(
         for n in range(border * whole, whole + border * (count - whole)):
             keys = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BN + tl.arange(0, BN)
             k = load_rows(K, keys, ck, Tk, KW, k_t, FULL_K, border == 0)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if SUMS:
+                s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
+            s *= scale
             s, _ = capped(s, cap, CAP)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
@@ -142,25 +148,28 @@ def forward(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_keys(
-    Q, K, V, DO, L, DELTA, DK, DV, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, DO, L, DELTA, DK, DV, DC, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS, CQ, CK,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
-    KW, VW,
+    KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, SUMS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (contiguous ``[B, Tk, groups, ·]``) of BN keys, over all query heads that read them."""
     tile, bg = tl.program_id(0), tl.program_id(1)
     b, g = bg // groups, bg % groups
-    keys, ck, cv = tile * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BV)
-    k = load_rows(K + b.to(tl.int64) * k_b + g * k_h, keys, ck, Tk, KW, k_t, FULL_K)
+    keys, columns, cv = tile * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BV)
+    k = load_rows(K + b.to(tl.int64) * k_b + g * k_h, keys, columns, Tk, KW, k_t, FULL_K)
     v = load_rows(V + b.to(tl.int64) * v_b + g * v_h, keys, cv, Tk, VW, v_t, FULL_V)
     kp = tl.load(KP + keys, mask=keys < Tk, other=0)[:, None]
     kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[:, None]
     ki = tl.load(KI + keys, mask=keys < Tk, other=0)[:, None]
+    if SUMS:
+        ck = tl.load(CK + bg.to(tl.int64) * Tk + keys, mask=keys < Tk, other=0.0)[:, None]
+        dc = tl.zeros((BN,), tl.float32)
     dk, dv = tl.zeros((BN, BK), tl.float32), tl.zeros((BN, BV), tl.float32)
     whole, count = tl.load(COUNTS + 2 * tile), tl.load(COUNTS + 2 * tile + 1)
     for h in range(g * (H // groups), (g + 1) * (H // groups)):
@@ -172,13 +181,16 @@ def backward_keys(
         for border in tl.static_range(2):
             for n in range(border * whole, whole + border * (count - whole)):
                 rows = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BM + tl.arange(0, BM)
-                q = load_rows(Q + b.to(tl.int64) * q_b + h * q_h, rows, ck, Tq, KW, q_t, FULL_K)
+                q = load_rows(Q + b.to(tl.int64) * q_b + h * q_h, rows, columns, Tq, KW, q_t, FULL_K)
                 do = load_rows(DO + b.to(tl.int64) * o_b + h * o_h, rows, cv, Tq, VW, o_t, FULL_V)
                 at = of_head.to(tl.int64) * Tq + rows
                 lse = tl.load(L + at, mask=rows < Tq, other=float("inf"))
                 lse = tl.where(lse == -float("inf"), float("inf"), lse)[None, :]
                 delta = tl.load(DELTA + at, mask=rows < Tq, other=0.0)[None, :]
-                s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                if SUMS:
+                    s += ck + tl.load(CQ + at, mask=rows < Tq, other=0.0)[None, :]
+                s *= scale
                 s, slope_of_cap = capped(s, cap, CAP)
                 if ALIBI or border == 1:
                     qp = tl.load(QP + rows, mask=rows < Tq, other=0)[None, :]
@@ -199,25 +211,29 @@ def backward_keys(
                 ds = p * (dp - delta)
                 if CAP:
                     ds *= slope_of_cap
+                if SUMS:
+                    dc += tl.sum(ds, 1)
                 dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
     row = (b * Tk + keys).to(tl.int64)[:, None] * groups + g
-    for_k, for_v = DK + row * KW + ck[None, :], DV + row * VW + cv[None, :]
-    k_mask, v_mask = (keys < Tk)[:, None] & (ck < KW)[None, :], (keys < Tk)[:, None] & (cv < VW)[None, :]
+    for_k, for_v = DK + row * DW + columns[None, :], DV + row * VW + cv[None, :]
+    k_mask, v_mask = (keys < Tk)[:, None] & (columns < KW)[None, :], (keys < Tk)[:, None] & (cv < VW)[None, :]
     tl.store(for_k, (dk * scale).to(DK.dtype.element_ty), mask=k_mask)
+    if SUMS:
+        tl.store(DC + bg.to(tl.int64) * Tk + keys, dc, mask=keys < Tk)
     tl.store(for_v, dv.to(DV.dtype.element_ty), mask=v_mask)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_queries(
-    Q, K, V, DO, L, DELTA, DQ, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, DO, L, DELTA, DQ, DC, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS, CQ, CK,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
-    KW, VW,
+    KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, SUMS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (contiguous ``[B, Tq, H, K]``) of BM rows of one head."""
     tile, bh = tl.program_id(0), tl.program_id(1)
@@ -238,6 +254,10 @@ def backward_queries(
     if DROP:
         qi = tl.load(QI + rows, mask=rows < Tq, other=0)[:, None]
         key = dropout_key(b, tl.load(HEADS + h), seed_lo, seed_hi)
+    if SUMS:
+        cq = tl.load(CQ + at, mask=rows < Tq, other=0.0)[:, None]
+        dc = tl.zeros((BM,), tl.float32)
+        CK += (b * groups + g).to(tl.int64) * Tk
     dq = tl.zeros((BM, BK), tl.float32)
     whole, count = tl.load(COUNTS + 2 * tile), tl.load(COUNTS + 2 * tile + 1)
     K += b.to(tl.int64) * k_b + g * k_h
@@ -247,7 +267,10 @@ def backward_queries(
             keys = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BN + tl.arange(0, BN)
             k = load_rows(K, keys, ck, Tk, KW, k_t, FULL_K, border == 0)
             v = load_rows(V, keys, cv, Tk, VW, v_t, FULL_V, border == 0)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if SUMS:
+                s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
+            s *= scale
             s, slope_of_cap = capped(s, cap, CAP)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
@@ -264,7 +287,11 @@ def backward_queries(
             ds = p * (dp - delta)
             if CAP:
                 ds *= slope_of_cap
+            if SUMS:
+                dc += tl.sum(ds, 1)
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-    into = DQ + ((b * Tq + rows).to(tl.int64)[:, None] * H + h) * KW + ck[None, :]
+    into = DQ + ((b * Tq + rows).to(tl.int64)[:, None] * H + h) * DW + ck[None, :]
     mask = (rows < Tq)[:, None] & (ck < KW)[None, :]
     tl.store(into, (dq * scale).to(DQ.dtype.element_ty), mask=mask)
+    if SUMS:
+        tl.store(DC + at, dc, mask=rows < Tq)

@@ -1,96 +1,108 @@
-"""Launching the Triton kernels: block sizes, strides, and the backend of the common protocol."""
+"""Launching the general kernels: block sizes, strides, and what else they take."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...geometry import Pair
-from ...merging import Gradients, Partial, has_triton
-from ...merging.parts import dense
 from ...scores import Scores
-from ..backend import Ask, AttentionBackend, QueryRows
+from ...sums import added, width_with_sums
 from . import plan, table
 
-WIDEST = 256
 interpreted = False
 """Set by tests that run the kernels in Triton's interpreter, on the CPU."""
+OfSums = tuple[Tensor, Tensor] | None
+"""What running sums add to the scores of each query and key (`sums.added`)."""
 
 
-class TritonBackend(AttentionBackend):
-    """Tiles that meet, in one call a block however many documents and runs there are."""
-
-    name = "triton"
-    sums_wide = False
-    knows = frozenset({"softcap", "alibi_slopes", "dropout_p"})
-
-    def unsupported(self, ask: Ask) -> str:
-        if ask.device.type != "cuda" and not interpreted:
-            return "tensors are not on a CUDA device"
-        if not has_triton():
-            return "triton is not installed"
-        if ask.dtype == torch.float64:
-            return "it has no fp64"
-        if max(ask.width, ask.value_width) > WIDEST:
-            return f"it needs K and V up to {WIDEST}, not {ask.width} and {ask.value_width}"
-        return super().unsupported(ask)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
-        from . import kernels
-
-        met = plan.trimmed(pair)
-        if met is None:
-            return
-        q, k, v = (dense(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        o = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        block = Launcher(scores, met.pair, q, k, v, o)
-        block.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse)
-        out.add(o, lse, met.rows)
-
-    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
-        from . import kernels
-
-        met = plan.trimmed(pair)
-        if met is None:
-            return
-        q, do, k, v = (dense(t) for t in (x.q[:, met.rows], x.do[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        block = Launcher(scores, met.pair, q, k, v, do)
-        inputs = (q, k, v, do, *(t[:, :, met.rows].contiguous() for t in (x.lse, x.delta)))
-        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        block.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
-        block.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq)
-        out.add(dq, dk, dv, met.rows, met.keys)
+def apart(q: Tensor, k: Tensor, scores: Scores) -> tuple[OfSums, Tensor, Tensor]:
+    """What sums add to scores, and q and k without the channels these ride in."""
+    if not scores.sums:
+        return None, q, k
+    return added(q, k, scores), q[..., : scores.sums], k[..., : scores.sums]
 
 
-class Launcher:
-    """One block's launches, and the arguments that its three kernels have in common.
+class BlockCall:
+    """One block's tensors, and what every launch needs of them.
 
     Args:
         o: o, or a gradient with its strides.
     """
 
-    def __init__(self, scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
-        self.scores, self.pair, self.q, self.k, self.v, self.o = scores, pair, q, k, v, o
+    def __init__(
+        self, scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor, of_sums: OfSums = None
+    ) -> None:
+        self.scores, self.pair, self.q, self.k, self.v, self.o, self.of_sums = scores, pair, q, k, v, o, of_sums
+
+    @cached_property
+    def width(self) -> int:
+        """Columns of the wider of K's and V's tiles."""
+        return padded(max(self.q.shape[3], self.v.shape[3]))
+
+    @cached_property
+    def shared(self) -> dict[str, Any]:
+        """Constants of all kernels, but for a tile's rows and keys."""
+        (K, V), dtype = (self.q.shape[3], self.v.shape[3]), self.q.dtype
+        full = dict(FULL_K=padded(K) == K, FULL_V=padded(V) == V)
+        precision = "ieee" if dtype == torch.float32 else "tf32"
+        return dict(BK=padded(K), BV=padded(V), SUMS=self.scores.sums > 0, PRECISION=precision) | full
+
+    @cached_property
+    def strides(self) -> list[int]:
+        """Of q, k, v and o, but in channels, where it is 1; then K, V and the channels of a head in dq and dk."""
+        sums, K = self.scores.sums, self.q.shape[3]
+        out = [stride for x in (self.q, self.k, self.v, self.o) for stride in x.stride()[:3]]
+        return [*out, K, self.v.shape[3], width_with_sums(sums, self.q.dtype) if sums else K]
+
+
+class General(BlockCall):
+    """The kernels of every score (`kernels`)."""
+
+    def forward(self, o: Tensor, lse: Tensor) -> None:
+        """Write o and lse."""
+        from . import kernels
+
+        self.over_queries(kernels.forward, table.FORWARD, self.q, self.k, self.v, o, lse)
+
+    def backward(self, lse: Tensor, delta: Tensor, grads: tuple[Tensor, ...], of_sums: OfSums) -> None:
+        """Write dq, dk and dv, and the gradients of sums."""
+        from ....kernels.runtime.launch import filled
+        from . import kernels
+
+        dq, dk, dv = grads
+        dcq, dck = filled(*(of_sums or (None, None)), by=dq)
+        inputs = (self.q, self.k, self.v, self.o, lse, delta)
+        self.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv, dck)
+        self.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq, dcq)
 
     def over_queries(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of queries of a head."""
         how = self._settings(settings)
-        lists = plan.of_queries(self.pair, how.rows, how.keys)
+        lists = self.of_queries(how)
         grid = -(-self.q.shape[1] // how.rows), self.q.shape[0] * self.q.shape[2]
         self._launch(kernel, grid, how, lists, tensors)
 
     def over_keys(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of keys of a key head."""
         how = self._settings(settings)
-        lists = plan.of_keys(self.pair, how.rows, how.keys)
+        lists = self.of_keys(how)
         grid = -(-self.k.shape[1] // how.keys), self.q.shape[0] * self.k.shape[2]
         self._launch(kernel, grid, how, lists, tensors)
 
+    def of_queries(self, how: table.TileSettings) -> plan.TileLists:
+        """The tiles of keys that each tile of queries meets."""
+        return plan.of_queries(self.pair, how.rows, how.keys)
+
+    def of_keys(self, how: table.TileSettings) -> plan.TileLists:
+        """The tiles of queries that each tile of keys meets."""
+        return plan.of_keys(self.pair, how.rows, how.keys)
+
     def _settings(self, settings: dict[int, table.TileSettings]) -> table.TileSettings:
-        return table.settings(settings, max(map(_padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
+        return table.settings(settings, self.width, self.q.dtype)
 
     def _launch(
         self,
@@ -102,14 +114,12 @@ class Launcher:
     ) -> None:
         from ....kernels.runtime.launch import launch
 
-        s, widths = self.scores, (self.q.shape[3], self.v.shape[3])
-        bk, bv = map(_padded, widths)
+        s = self.scores
         launch(
             kernel, grid, *tensors, *lists, *self._common(lists),
-            BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == widths[0], FULL_V=bv == widths[1],
+            BM=how.rows, BN=how.keys, **self.shared,
             CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
             LEFT=s.left is not None, RIGHT=s.right is not None,
-            PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32",
             num_warps=how.warps, num_stages=how.stages, tensors="any",
         )  # fmt: skip
 
@@ -117,7 +127,7 @@ class Launcher:
         """The arguments that follow the lists, in the kernels' order."""
         from ....kernels.runtime.launch import filled
 
-        s, q, k, v = self.scores, self.q, self.k, self.v
+        s, q, k = self.scores, self.q, self.k
         slopes = None if s.alibi_slopes is None else s.alibi_slopes.float().contiguous()
         heads = None
         if s.dropout_p:
@@ -125,15 +135,14 @@ class Launcher:
             heads = heads.to(torch.int32)
         keep_scale, threshold = 1 / (1 - s.dropout_p), int(s.dropout_p * 2**32)
         return [
-            *filled(*self.pair.rows.columns, *self.pair.keys.columns, slopes, heads),
+            *filled(*self.pair.rows.columns, *self.pair.keys.columns, slopes, heads, *(self.of_sums or (None, None))),
             s.scale, s.softcap, s.left or 0, s.right or 0, keep_scale, *map(_signed, (threshold, *s.seed_bits)),
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], lists.tiles.shape[1], 1 if slopes is None else len(slopes),
-            *(stride for x in (q, k, v, self.o) for stride in x.stride()[:3]),
-            q.shape[3], v.shape[3],
+            *self.strides,
         ]  # fmt: skip
 
 
-def _padded(width: int) -> int:
+def padded(width: int) -> int:
     """Columns of a tile that holds `width`."""
     return max(16, 1 << (width - 1).bit_length())
 

@@ -55,17 +55,17 @@ def _aligned(start: int, stop: int, length: int) -> slice:
 @once
 def of_queries(pair: Pair, bm: int, bn: int) -> TileLists:
     """For each tile of `bm` queries the tiles of `bn` keys it meets."""
-    return _lists(*_meet(pair, bm, bn))
+    return _lists(*meet(pair, bm, bn))
 
 
 @once
 def of_keys(pair: Pair, bm: int, bn: int) -> TileLists:
     """For each tile of `bn` keys the tiles of `bm` queries it meets."""
-    seen, whole = _meet(pair, bm, bn)
+    seen, whole = meet(pair, bm, bn)
     return _lists(seen.T, whole.T)
 
 
-def _meet(pair: Pair, bm: int, bn: int) -> tuple[Tensor, Tensor]:
+def meet(pair: Pair, bm: int, bn: int) -> tuple[Tensor, Tensor]:
     """Bool ``[tiles of tq, tiles of tk]``: whether any pair may be seen, and whether all are."""
     tq, tk, (left, right) = pair.rows, pair.keys, pair.reach
     q_pos, q_doc = _ranges(tq.positions, bm), _ranges(tq.documents, bm)

@@ -1,0 +1,70 @@
+"""Whether a rank's blocks go together, in one launch of kernels of which a row's bits do not depend on the others.
+
+The same for all ranks: it goes by devices and dtypes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..context import ShardedLayout
+from ..kernels.choice import triton_installed
+from .blocks import BLOCK, blocks_of
+
+ON_GPUS = False
+"""Whether they do on CUDA devices."""
+everywhere = False
+"""Set by tests that run the kernels in Triton's interpreter, on the CPU."""
+
+if TYPE_CHECKING:
+    from ..kernels.fixed.weight import BlockPlaces
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def at_once(x: Tensor) -> bool:
+    """Whether what is computed of `x` row by row is one call."""
+    return everywhere or (ON_GPUS and x.is_cuda and triton_installed())
+
+
+def halves(*x: Tensor) -> bool:
+    """Whether products of these go by kernels: numbers of two bytes, of one dtype."""
+    return at_once(x[0]) and x[0].dtype in (torch.bfloat16, torch.float16) and len({t.dtype for t in x}) == 1
+
+
+def by_element(fn: F) -> F:
+    """Decorator: `fn` maps each element, or each row by operations that are by element, so that one call on all tokens
+    gives each the same bits as any other; and it shares nothing among tokens that wants a gradient."""
+    fn.by_element = True  # type: ignore[attr-defined]
+    return fn
+
+
+def places_of(layout: ShardedLayout, rows: int) -> Tensor:
+    """Where each block of each of so many rows of a batch starts and ends in ``[rows · T]``, int32 ``[blocks, 2]``."""
+    return layout.kept(places_of, lambda: _table(_places(layout, rows), layout), rows)
+
+
+def by_length(layout: ShardedLayout, rows: int) -> BlockPlaces:
+    """The same, full blocks apart from shorter ones."""
+    return layout.kept(by_length, lambda: _by_length(layout, rows), rows)
+
+
+def _by_length(layout: ShardedLayout, rows: int) -> BlockPlaces:
+    from ..kernels.fixed.weight import BlockPlaces  # needs Triton
+
+    found = _places(layout, rows)
+    apart = ([p for p in found if (p[1] - p[0] == BLOCK) == full] for full in (True, False))
+    return BlockPlaces(*(_table(some, layout) for some in apart))
+
+
+def _places(layout: ShardedLayout, rows: int) -> list[tuple[int, int]]:
+    T = layout.local_length
+    return [(b * T + start, b * T + stop) for b in range(rows) for start, stop in blocks_of(layout)]
+
+
+def _table(places: list[tuple[int, int]], layout: ShardedLayout) -> Tensor:
+    return torch.tensor(places, dtype=torch.int32).view(-1, 2).to(layout.cp.device)

@@ -1,0 +1,121 @@
+"""Steps of ring_la's own on all tokens at once: a row's bits depend on it alone, and gradients of what is shared are
+sums over blocks, or tokens, that are added exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd import first_derivative_only, outside_graphs
+from ..context import ShardedLayout
+from ..kernels.fused.log_decay import decay_gate, log_decay
+from ..kernels.fused.rms_norm import rms_norm
+from ..kernels.fused.swiglu import swiglu
+from .rows import AT_ONCE
+from .sums import OF_TOKENS, exact_sum, part_of
+from .switch import places_of
+
+
+@outside_graphs
+def norm_at_once(
+    x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float, layout: ShardedLayout
+) -> Tensor:
+    """`rms_norm` of ``x [B, T, …, D]``."""
+    return _Norm.apply(layout, silu, eps, x, weight, gate)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: ShardedLayout, silu: bool, eps: float, x: Tensor, weight: Tensor, gate: Tensor | None
+    ) -> Tensor:
+        ctx.how, ctx.way_back = (layout, silu, eps), layout.cp.comm.agreement.way_back()
+        ctx.save_for_backward(x, weight, gate)
+        return rms_norm(x, weight, gate, silu=silu, eps=eps)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor) -> Any:
+        from ..kernels.fixed.norm import norm_gradients  # needs Triton
+
+        ctx.way_back()
+        (x, weight, gate), (layout, silu, eps) = ctx.saved_tensors, ctx.how
+        places = places_of(layout, x.shape[0])
+        dx, parts, dgate = norm_gradients(do.to(x.dtype), x, weight, gate, places, silu, eps)
+        dweight = part_of(exact_sum(parts, layout, OF_TOKENS), layout, weight) if ctx.needs_input_grad[4] else None
+        return None, None, None, dx, dweight, dgate
+
+
+@outside_graphs
+def decay_at_once(_: object, layout: ShardedLayout, a: Tensor, A_log: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`decay_gate` of ``a [B, T, C]``."""
+    return _Decay.apply(layout, a, A_log, bias)
+
+
+class _Decay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: ShardedLayout, a: Tensor, A_log: Tensor | None, bias: Tensor | None) -> Tensor:
+        g = log_decay.forward(a, A_log, bias, 1.0, 1.0)
+        ctx.layout, ctx.way_back = layout, layout.cp.comm.agreement.way_back()
+        ctx.save_for_backward(a, A_log, bias, g)
+        return g
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dg: Tensor) -> Any:
+        ctx.way_back()
+        (a, A_log, bias, g), layout = ctx.saved_tensors, ctx.layout
+        y, C = a.float() if bias is None else a.float() + bias.float(), a.shape[-1]
+        scale = -torch.ones(C, device=a.device) if A_log is None else _each(-A_log.float().exp(), C)
+        da = dg * scale * torch.sigmoid(y)
+        parts = torch.cat([dg * g, da], -1).flatten(0, 1)
+        of_heads, of_bias = exact_sum(parts, layout, OF_TOKENS).split([C, C])
+        dA = None if A_log is None else part_of(of_heads.view(len(A_log), -1).sum(1), layout, A_log)
+        dbias = None if bias is None else part_of(of_bias, layout, bias)
+        return None, da.to(a.dtype), dA, dbias
+
+
+def _each(x: Tensor, channels: int) -> Tensor:
+    return x[:, None].expand(-1, channels // len(x)).reshape(channels)
+
+
+@outside_graphs
+def convolve_at_once(
+    x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, layout: ShardedLayout
+) -> Tensor:
+    """The short convolution of ``x [B, T, D]``; `lead` ``[B, blocks, W − 1, D]``: the rows before blocks."""
+    return _Convolution.apply(layout, silu, x, lead, weight, bias)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: ShardedLayout, silu: bool, x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        from ..kernels.fixed.conv import block_conv  # needs Triton
+
+        ctx.how, ctx.way_back = (layout, silu), layout.cp.comm.agreement.way_back()
+        ctx.save_for_backward(x, lead, weight, bias)
+        places = places_of(layout, x.shape[0])
+        return block_conv(x.flatten(0, 1), lead.flatten(0, 1), weight, bias, places, silu).view(x.shape)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor) -> Any:
+        from ..kernels.fixed.conv import block_conv_gradients  # needs Triton
+
+        ctx.way_back()
+        (x, lead, weight, bias), (layout, silu) = ctx.saved_tensors, ctx.how
+        places, W = places_of(layout, x.shape[0]), weight.shape[1]
+        tensors = do.flatten(0, 1).to(x.dtype), x.flatten(0, 1), lead.flatten(0, 1), weight, bias, places
+        dx, dlead, parts = block_conv_gradients(*tensors, silu)
+        whole = exact_sum(parts, layout)
+        dbias = None if bias is None else part_of(whole[W], layout, bias)
+        dweight = part_of(whole[:W].T, layout, weight)
+        return None, None, dx.view(x.shape), dlead.view(lead.shape), dweight, dbias
+
+
+AT_ONCE[decay_gate] = decay_at_once
+AT_ONCE[swiglu] = lambda fn, layout, y: fn(y)

@@ -1,0 +1,92 @@
+"""Decoders of videos whose attention sees no later frames, by rows: HunyuanVideo's and HunyuanVideo 1.5's.
+
+Their convolutions repeat the border's row; a rank's rows of frame f attend to everybody's rows of the frames up to f,
+frame by frame, so that no mask of tokens by tokens is made.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...context import GridLayout
+from ...errors import UnsupportedError
+
+CONVOLUTIONS = ("HunyuanVideoCausalConv3d", "HunyuanVideo15CausalConv3d")
+
+
+class Rows(Protocol):
+    """What of a decoder by rows is asked.
+
+    Attributes:
+        grid: of the latents' rows in the call under way; None: it is whole on every rank.
+        frames: of the attention under way, where it sees no later ones.
+    """
+
+    grid: GridLayout | None
+    frames: int | None
+
+    def rows(self, local: int, each: int = 1) -> GridLayout: ...
+
+
+def repeating_conv(rows: Rows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """A causal convolution ``[B, C, frames, rows, columns]`` that repeats the border's row: it gets the neighbours'
+    rows, and what its own padding makes is cut off."""
+    width = module.time_causal_padding[2]
+    if rows.grid is None or not width:
+        return own(x)
+    if module.conv.stride[-2] != 1 or module.pad_mode != "replicate":
+        got = f"stride {module.conv.stride}, {module.pad_mode}"
+        raise UnsupportedError("vae", "causal convolutions of stride 1 that repeat the border", got)
+    grid = rows.rows(x.shape[-2])
+    before, after = grid.halo(x, -2, width).wait()
+    above, below = grid.beyond(width)
+    wide = torch.cat([before, x, after], -2).narrow(-2, above, x.shape[-2] + 2 * width - above - below)
+    first, last = wide[..., :1, :], wide[..., -1:, :]
+    wide = torch.cat([*[first] * above, wide, *[last] * below], -2)
+    return own(wide)[..., width:-width, :]
+
+
+def frames_attention(rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Attention ``[B, tokens, H, D]`` of this rank's rows, frame after frame, to everybody's rows of no later frame."""
+    assert rows.grid is not None
+    assert rows.frames is not None
+    local = rows.grid.local_length
+    q, k, v = (x.unflatten(1, (rows.frames, -1)) for x in (q, k, v))  # [B, frames, rows · columns, H, D]
+    layout = rows.rows(local, q.shape[2] // local)
+    k, v = (layout.gather(x, 2) for x in (k, v))
+    out = []
+    for n in range(rows.frames):
+        mine, keys, values = (x.transpose(1, 2) for x in (q[:, n], *(y[:, : n + 1].flatten(1, 2) for y in (k, v))))
+        out.append(F.scaled_dot_product_attention(mine, keys, values, scale=scale).transpose(1, 2))
+    return torch.cat(out, 1)
+
+
+def middle(rows: Rows, module: nn.Module) -> Callable[..., Tensor]:
+    """HunyuanVideoMidBlock3D's forward, which asks for a mask of frames before its attention: noted, not made."""
+    inner = type(module).forward
+    make = inner.__globals__["prepare_causal_attention_mask"]
+
+    def mask(frames: int, *args: Any, **keywords: Any) -> Tensor | None:
+        if rows.grid is None:
+            return make(frames, *args, **keywords)
+        rows.frames = frames
+        return None
+
+    around = {**inner.__globals__, "prepare_causal_attention_mask": mask}
+    return types.FunctionType(inner.__code__, around, inner.__name__, inner.__defaults__)
+
+
+def attention_block(rows: Rows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """HunyuanVideo 1.5's ``[B, C, frames, rows, columns]``, of one head."""
+    if rows.grid is None:
+        return own(x)
+    normed, rows.frames = module.norm(x), x.shape[2]
+    q, k, v = (layer(normed).flatten(2).mT[:, :, None] for layer in (module.to_q, module.to_k, module.to_v))
+    o = frames_attention(rows, q, k, v)[:, :, 0].mT.unflatten(2, x.shape[2:])
+    return module.proj_out(o) + x

@@ -1,0 +1,525 @@
+// The gradients of a transition that is diagonal plus low rank, in one launch, from what dplr_forward.cu with KEEP left: the state
+// S before each chunk, Y, the pairs P_k, P_b and L, and M.
+//
+// With the names of dplr_forward.cu, and from right to left the gradient dS of the state after a chunk:
+//
+//   dY = bd dS + P_b^T dO      Z = M^T dY      dV = kd dS + P_k^T dO + L^T Z
+//   dP_k = tril(dO V^T)   dP_b = tril(dO Y^T)   dL = tril(Z V^T, -1)   dN = tril(Z Y^T, -1)
+//   Q = dO S^T + e^-GL (dP_k kd + dP_b bd)      A = Z S^T + e^-GL (dL kd + dN bd)
+//   K = V dS^T + e^-GL (dP_k^T qg + dL^T ag)    B = Y dS^T + e^-GL (dP_b^T qg + dN^T ag)
+//   dq = scale e^G Q     da = e^G' A     dk = e^(GL - G) K     db = e^(GL - G) B
+//   dS <- e^GL dS + qg^T dO + ag^T Z
+//
+// The gradient of g is the sum over a chunk's tokens from its own on of qg Q - kd K - bd B, over those behind it of ag A, and
+// over all of kd (V dS^T) + bd (Y dS^T), and e^GL S dS.
+//
+// A program works through a span of one head from its end to its begin: two warps make a chunk's factors each, two fetch
+// states and find the pairs' gradients, eight carry dS transposed, [V, K]. A span that is not a piece's last waits for the one
+// after it, going over its tokens three times as the forward does.
+#include "dplr.cuh"
+
+#define SLOTS 2 // chunks under way, one a warp that makes factors
+// A slot: a and q, then ag and qg; k and b, then kd and bd; dO and Z; V and Y; P_k, P_b, L, M, then their gradients; g, then -G
+#define SLOT 81920
+#define OFF_A 0
+#define OFF_K 16384
+#define OFF_X 32768
+#define OFF_W 49152
+#define OFF_P 65536
+#define OFF_G 73728
+#define STATE (SLOTS * SLOT)        // the state before a chunk, [K half][V row][64 channels]
+#define ADJOINT (STATE + 32768)     // dS the same way
+#define ENDS (ADJOINT + 32768)      // of each slot: GL by log2
+#define BARS (ENDS + SLOTS * 512)   // of each slot: full, empty, Z there, pairs' gradients there
+#define BARS_S (BARS + SLOTS * 32)  // of the state: full, empty
+#define OPEN (BARS_S + 16)          // a barrier: the last of several passes may begin
+#define SAID (OPEN + 16)            // the ticket; three words, of which `leave` takes the last
+#define STEPS 700.f                 // of -G, by log2, in 16 bits
+
+struct BackArgs {
+  Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
+  const u16* dout; // [tokens, H, 128]
+  u16 *dq, *dk, *dv, *da, *db, *dg; // [tokens, H, 128]
+};
+
+INLINE int piece_end(const Args& a, const Span& x) { return a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T; }
+
+// -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
+
+// Ask for the rows of 32 tokens from t on; those from `end` on are zero, dO where it is not `wanted`; V and Y for the span's `own`.
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool wanted, bool own, u32 at, int lane) {
+  const Args& a = b.a;
+  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
+  const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
+  const u64 from_v = (u64)(t + row) * sv + h * (D * 2) + j * 16;
+  const u64 to_k = (const char*)a.k - (const char*)a.q;
+#pragma unroll 2
+  for (int i = 0; i < 16; i++) {
+    const int r = 2 * i + row;
+    const bool ok = 2 * i < live;
+    const char* from = ok ? q : (const char*)a.q;
+    const u64 at_v = ok ? from_v + i * 2 * sv : 0;
+    const u32 place = at + both_place(r, j);
+    cp16(place + OFF_A + SECOND, from, ok);
+    cp16(place + OFF_K, from + to_k, ok);
+    cp16(place + OFF_A, (const char*)a.a + at_v, ok);
+    cp16(place + OFF_K + SECOND, (const char*)a.b + at_v, ok);
+    cp16(place + OFF_X, (const char*)b.dout + at_v, ok && wanted);
+    cp16(place + OFF_W, (const char*)a.v + at_v, ok && own);
+    cp16(at + OFF_G + r * 256 + j * 16, (const char*)a.g + at_v, ok);
+    q += 2 * sk;
+  }
+  const u64 kept = kept_at(a, chunk, h);
+  const char* pairs = (const char*)(a.kept_P + kept * (4 * C * C)) + lane * 16;
+#pragma unroll 2
+  for (int i = 0; i < 16; i++) cp16(at + OFF_P + i * 512 + lane * 16, pairs + i * 512, true);
+  if (!own) return;
+  const char* y = (const char*)(a.kept_Y + kept * (C * D)) + lane * 16;
+#pragma unroll 2
+  for (int i = 0; i < 16; i++) cp16(at + OFF_W + SECOND + (i >> 3) * BOTH + (i & 7) * 512 + lane * 16, y + i * 512, true);
+}
+
+// ag, qg, kd and bd over a, q, k and b, -G over g
+INLINE void make_factors(const float (&GL)[4], float scale, u32 at, int lane) {
+  const int chunk = lane >> 1;
+  const u32 half = (lane & 1) * 8;
+  float G[4] = {0.f, 0.f, 0.f, 0.f}, up[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll 2
+  for (int i = 0; i < C; i++) {
+    const u32 place = at + both_place(i, chunk) + half, row = at + OFF_G + i * 256;
+    float g[4], y[4];
+    u32 x[4][2], z[4];  // a, q, k, b
+    gates(g, row, lane);
+    lds64(x[0], place + OFF_A);
+    lds64(x[1], place + OFF_A + SECOND);
+    lds64(x[2], place + OFF_K);
+    lds64(x[3], place + OFF_K + SECOND);
+    auto put = [&](const u32(&z)[2], const float(&y)[4], u32 to) {
+      sts64(to, pack(lo(z[0]) * y[0], hi(z[0]) * y[1]), pack(lo(z[1]) * y[2], hi(z[1]) * y[3]));
+    };
+    put(x[0], up, place + OFF_A);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      G[j] = fmaf(g[j], LOG2E, G[j]);
+      y[j] = ex2(GL[j] - G[j]);
+      up[j] = ex2(G[j]);
+      z[j] = (u32)fminf(-G[j] * STEPS + 0.5f, 65535.f);
+    }
+    put(x[2], y, place + OFF_K);
+    put(x[3], y, place + OFF_K + SECOND);
+#pragma unroll
+    for (int j = 0; j < 4; j++) y[j] = up[j] * scale;
+    put(x[1], y, place + OFF_A + SECOND);
+    sts64(row + lane * 8, z[0] | z[1] << 16, z[2] | z[3] << 16);
+  }
+}
+
+// The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
+// chunk whose gradients are wanted.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int n, int passes, int first, u32 base, int w, int lane) {
+  const u32 at = base + w * SLOT, full = base + BARS + w * 32;
+  for (int c = w; c < n * passes; c += SLOTS) {
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    const int pass = c / n, m = (pass + 1) * n - 1 - c;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(b, x.begin + m * C, x.end, x.chunk + m, h, pass != 1, c >= first, at, lane);
+    cp_wait();
+    __syncwarp();
+    float GL[4];
+    const bool hard = chunk_decay(GL, at + OFF_G, 256, lane);
+#pragma unroll
+    for (int j = 0; j < 4; j++) GL[j] = hard ? __int_as_float(0x7fffffff) : GL[j];
+    sts128(base + ENDS + w * 512 + lane * 16, GL);
+    make_factors(GL, b.a.scale, at, lane);
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) bar_arrive(full);
+  }
+}
+
+// -- two warps: pairs' gradients, and the first of them states on their way in ---------------------------------------
+
+// Rows 16 m to 16 m + 15 of products of dO and Z with V and Y
+INLINE void pair_gradients(int m, u32 at, int lane) {
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+#pragma unroll 1
+  for (int which = 0; which < 4; which++) {  // dP_k, dP_b, dL, dN
+    const u32 left = at + OFF_X + (which >> 1) * SECOND, right = at + OFF_W + (which & 1) * SECOND;
+    float P[4][4] = {};
+#pragma unroll
+    for (int ks = 0; ks < 8; ks++) {
+      u32 x[4], w[4];
+      ldm(x, left + both_place(16 * m + ra, 2 * ks + ca));
+      ldm(w, right + both_place(rb, 2 * ks + cb));
+      mma(P[0], x, w[0], w[1]); mma(P[1], x, w[2], w[3]);
+      if (m) {
+        ldm(w, right + both_place(16 + rb, 2 * ks + cb));
+        mma(P[2], x, w[0], w[1]); mma(P[3], x, w[2], w[3]);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = m * 16 + e * 8 + (lane >> 2), last = which < 2 ? i : i - 1;
+#pragma unroll
+      for (int nt = 0; nt < 4; nt++) {
+        if (nt >= 2 + 2 * m) continue;
+        const int j = nt * 8 + 2 * (lane & 3);
+        const float* y = &P[nt][2 * e];
+        sts32(at + OFF_P + which * 2048 + pair_place(i, nt) + (lane & 3) * 4,
+              pack(j <= last ? y[0] : 0.f, j + 1 <= last ? y[1] : 0.f));
+      }
+    }
+  }
+}
+
+INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int m, int lane) {
+  const u32 bar = base + BARS_S;
+  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own, once nobody reads the one before it
+    if (i) bar_wait(bar + 8, (i - 1) & 1);
+    if (lane == 0) {
+      bar_expect(bar, 32768);
+      copy_in(base + STATE, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
+    }
+  };
+  if (m == 0 && first < n) ask(0);
+  for (int c = first; c < n; c++) {
+    const int slot = c % SLOTS, used = (c - (first + (slot - first % SLOTS + SLOTS) % SLOTS)) / SLOTS;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32;
+    bar_wait(bars + 16, used & 1);
+    pair_gradients(m, at, lane);
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + 24);
+    if (m == 0 && c + 1 < n) ask(c + 1 - first);
+  }
+}
+
+// -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ------------------
+
+// sum_V S dS of 16 channels of K from chunk kc on: those of rows lane / 4 and 8 more
+INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2;
+  float y[2][4] = {};
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 p[4], q[4];
+    ldm_trans(p, state + state_place(ks * 16 + rb, kc + cb));
+    ldm_trans(q, adjoint + state_place(ks * 16 + rt, kc + ct));
+    mma(y[0], p, q[0], q[1]); mma(y[1], p, q[2], q[3]);
+  }
+  const int from = (lane & ~3) | (r >> 1);
+  const float a0 = __shfl_sync(~0u, y[0][0], from), a1 = __shfl_sync(~0u, y[0][1], from);
+  const float b0 = __shfl_sync(~0u, y[1][2], from), b1 = __shfl_sync(~0u, y[1][3], from);
+  out[0] = r & 1 ? a1 : a0;
+  out[1] = r & 1 ? b1 : b0;
+}
+
+// Sums over tokens to the right and including of x, and of y over those to the right alone: of tokens 8 i + 2 t and one more, i of
+// two, of lane t of four. `later`: of the tokens behind these, and then of these too
+INLINE void sum_from_right(float (&x)[4], const float (&y)[4], float& later, int t) {
+#pragma unroll
+  for (int i = 1; i >= 0; i--) {
+    const float mine = x[2 * i] + x[2 * i + 1] + y[2 * i] + y[2 * i + 1];
+    float right = 0.f, all = mine;
+#pragma unroll
+    for (int m = 1; m < 4; m++) {
+      const float z = __shfl_down_sync(~0u, mine, m, 4);
+      if (t + m < 4) right += z;
+    }
+    all += __shfl_xor_sync(~0u, all, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    const float behind = right + later;
+    x[2 * i] += x[2 * i + 1] + y[2 * i + 1] + behind;
+    x[2 * i + 1] += behind;
+    later += all;
+  }
+}
+
+// X += pairs' gradients (at `p_at`) times what `x` holds, tokens by tokens before
+INLINE void add_pairs(float* X, const u32 (&x)[2][4], u32 p_at, int rb, int cb) {
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int jb = 0; jb <= m; jb++) {
+      u32 p[4];
+      ldm(p, p_at + pair_place(16 * m + rb, 2 * jb + cb));
+      mma(X + 8 * m, x[jb], p[0], p[1]); mma(X + 8 * m + 4, x[jb], p[2], p[3]);
+    }
+}
+// The same of their transpose, tokens by tokens behind
+INLINE void add_pairs_back(float* X, const u32 (&x)[2][4], u32 p_at, int rt, int ct) {
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int jb = 0; jb <= m; jb++) {
+      u32 p[4];
+      ldm_trans(p, p_at + pair_place(16 * m + rt, 2 * jb + ct));
+      mma(X + 8 * jb, x[m], p[0], p[1]); mma(X + 8 * jb + 4, x[m], p[2], p[3]);
+    }
+}
+
+// The gradients of q, a, k, b and g of 16 channels of K, from chunk kc on. Y: dO S^T, then Z S^T; Z: V dS^T, then Y dS^T.
+INLINE void key_gradients(const BackArgs& b, float (&Y)[32], float (&Z)[32], const float (&trace)[2], u32 at, u32 ends, int kc,
+                          int t, int end, int h, int lane) {
+  const Args& a = b.a;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2, tq = lane & 3;
+  float ended[2] = {0.f, 0.f}, later[2] = {0.f, 0.f};
+  {
+    u32 k[2][4], bd[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      ldm_trans(k[m], at + OFF_K + both_place(16 * m + rb, kc + cb));
+      ldm_trans(bd[m], at + OFF_K + both_place(32 + 16 * m + rb, kc + cb));
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float E = ex2(lds(ends + (kc * 8 + r + 8 * e) * 4));
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const int j = (i >> 1) * 4 + 2 * e + (i & 1), f = 2 * ((i >> 1) & 1) + e;
+        const u32 kx = k[i >> 2][f], bx = bd[i >> 2][f];
+        ended[e] += (i & 1 ? hi(kx) : lo(kx)) * Z[j] + (i & 1 ? hi(bx) : lo(bx)) * Z[16 + j];
+        Y[j] *= E; Y[16 + j] *= E; Z[j] *= E; Z[16 + j] *= E;
+      }
+      ended[e] += __shfl_xor_sync(~0u, ended[e], 1);
+      ended[e] += __shfl_xor_sync(~0u, ended[e], 2);
+      ended[e] = fmaf(E, trace[e], ended[e]);
+    }
+    add_pairs(Y, k, at + OFF_P, rb, cb);
+    add_pairs(Y, bd, at + OFF_P + 2048, rb, cb);
+    add_pairs(Y + 16, k, at + OFF_P + 4096, rb, cb);
+    add_pairs(Y + 16, bd, at + OFF_P + 6144, rb, cb);
+  }
+  {
+    u32 q[2][4], ag[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      ldm_trans(ag[m], at + OFF_A + both_place(16 * m + rb, kc + cb));
+      ldm_trans(q[m], at + OFF_A + both_place(32 + 16 * m + rb, kc + cb));
+    }
+    add_pairs_back(Z, q, at + OFF_P, rt, ct);
+    add_pairs_back(Z, ag, at + OFF_P + 4096, rt, ct);
+    add_pairs_back(Z + 16, q, at + OFF_P + 2048, rt, ct);
+    add_pairs_back(Z + 16, ag, at + OFF_P + 6144, rt, ct);
+  }
+#pragma unroll
+  for (int m = 1; m >= 0; m--) {  // tokens 16 m to 16 m + 15: this warp alone reads its channels of these tiles now
+    u32 x[4][4], dg[4];  // ag, qg, kd, bd
+#pragma unroll
+    for (int l = 0; l < 4; l++) ldm_trans(x[l], at + (l >> 1) * OFF_K + both_place((l & 1) * 32 + 16 * m + rb, kc + cb));
+#pragma unroll
+    for (int e = 0; e < 2; e++) {  // rows r and r + 8
+      const int channel = kc * 8 + r + 8 * e;
+      const float GL = lds(ends + channel * 4), inverse = ex2(-GL);
+      float y[4], z[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int nt = 2 * m + (i >> 1), j = nt * 4 + 2 * e + (i & 1), token = nt * 8 + 2 * tq + (i & 1), f = 2 * (i >> 1) + e;
+        auto of = [&](int l) { return i & 1 ? hi(x[l][f]) : lo(x[l][f]); };
+        auto G_of = [&](int token) {
+          const u32 two = lds32(at + OFF_G + token * 256 + (channel >> 1) * 4);
+          return (float)(channel & 1 ? two >> 16 : two & 0xffffu) * (-1.f / STEPS);
+        };
+        const float G = G_of(token), before = token ? G_of(token - 1) : 0.f, to_end = ex2(GL - G);
+#pragma unroll
+        for (int l = 0; l < 2; l++) { Y[16 * l + j] *= inverse; Z[16 * l + j] *= inverse; }
+        y[i] = of(1) * Y[j] - of(2) * Z[j] - of(3) * Z[16 + j];
+        z[i] = of(0) * Y[16 + j];
+        Y[j] *= ex2(G) * a.scale;
+        Y[16 + j] *= ex2(before);
+        Z[j] *= to_end;
+        Z[16 + j] *= to_end;
+      }
+      sum_from_right(y, z, later[e], tq);
+#pragma unroll
+      for (int i = 0; i < 2; i++) dg[2 * i + e] = pack(y[2 * i] + ended[e], y[2 * i + 1] + ended[e]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int l = 0; l < 4; l++) {  // da, dq, dk, db
+      const float* from = (l == 0 ? Y + 16 : l == 1 ? Y : l == 2 ? Z : Z + 16) + 8 * m;
+      const u32 f[4] = {pack(from[0], from[1]), pack(from[2], from[3]), pack(from[4], from[5]), pack(from[6], from[7])};
+      stm_trans(f, at + (l >> 1) * OFF_K + both_place((l & 1) * 32 + 16 * m + rb, kc + cb));
+    }
+    stm_trans(dg, at + OFF_G + (16 * m + rb) * 256 + (kc + cb) * 16);
+    __syncwarp();
+    const int row = 16 * m + (lane >> 1), j = kc + (lane & 1);
+    const u64 to = ((u64)(t + row) * a.H + h) * D + j * 8;
+    if (t + row < end) {
+#pragma unroll
+      for (int l = 0; l < 5; l++) {
+        u32 z[4];
+        lds128(z, l == 4 ? at + OFF_G + row * 256 + j * 16 : at + (l >> 1) * OFF_K + both_place((l & 1) * 32 + row, j));
+        stg128((l == 0 ? b.da : l == 1 ? b.dq : l == 2 ? b.dk : l == 3 ? b.db : b.dg) + to, z);
+      }
+    }
+  }
+}
+
+// dS <- e^GL dS, by columns of K
+INLINE void decay_by(float (&S)[16][4], u32 ends, int lane) {
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    u32 e[2];
+    lds64(e, ends + (nt * 8 + 2 * (lane & 3)) * 4);
+    const float e0 = ex2(__uint_as_float(e[0])), e1 = ex2(__uint_as_float(e[1]));
+    S[nt][0] *= e0; S[nt][1] *= e1; S[nt][2] *= e0; S[nt][3] *= e1;
+  }
+}
+
+// Over chunks c0 to `stop` (not included) of those under way, the last of which begins at token `begin`; those before `first`
+// only bring dS.
+INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end, int c0, int stop, int first, u32 base, int w,
+                 int lane) {
+  const Args& a = b.a;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
+  const int tile_row = w * 16 + rt, kc = (w >> 2) * 8 + (w & 3) * 2;
+  const u32 adjoint = base + ADJOINT, state = base + STATE, bar_s = base + BARS_S;
+  for (int c = c0; c < stop; c++) {
+    const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, ends = base + ENDS + slot * 512;
+    const bool own = uniform(c >= first);
+    bar_wait(bars, (c / SLOTS) & 1);
+    u32 dout[2][4], z[2][4], dv[2][4];
+    {
+      float X[32];
+      {
+        u32 f[8][4];
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) f[ks][j] = pack(S[2 * ks + (j >> 1)][2 * (j & 1)], S[2 * ks + (j >> 1)][2 * (j & 1) + 1]);
+        wg_fence();
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+          wgmma64(X, f[ks], descriptor(at + OFF_K + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
+        wg_commit();
+        if (own) {
+#pragma unroll
+          for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + ct));
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < 2; m++) ldm_trans(dout[m], at + OFF_X + both_place(16 * m + rb, w * 2 + cb));
+      float U[16] = {};
+      add_pairs_back(U, dout, at + OFF_P + 2048, rt, ct);
+      wg_wait(X);
+#pragma unroll
+      for (int j = 0; j < 8; j++) z[j >> 2][j & 3] = pack(X[16 + 2 * j] + U[2 * j], X[16 + 2 * j + 1] + U[2 * j + 1]);
+#pragma unroll
+      for (int j = 0; j < 16; j++) U[j] = 0.f;
+      add_pairs_back(U, z, at + OFF_P + 6144, rt, ct);
+#pragma unroll
+      for (int j = 0; j < 8; j++) z[j >> 2][j & 3] = pack(U[2 * j], U[2 * j + 1]);
+      if (own) {
+        add_pairs_back(X, dout, at + OFF_P, rt, ct);
+        add_pairs_back(X, z, at + OFF_P + 4096, rt, ct);
+#pragma unroll
+        for (int j = 0; j < 8; j++) dv[j >> 2][j & 3] = pack(X[2 * j], X[2 * j + 1]);
+#pragma unroll
+        for (int m = 0; m < 2; m++) stm_trans(z[m], at + OFF_X + both_place(32 + 16 * m + rb, w * 2 + cb));
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) bar_arrive(bars + 16);
+      }
+    }
+    decay_by(S, ends, lane);
+    if (own) {
+      between_warps();  // Z and dS of all warps are there
+      bar_wait(bar_s, i & 1);
+    }
+    float Y[32], Z[32];
+    wg_fence();
+    wgmma128(S, dout[0], descriptor(at + OFF_A + SECOND, BOTH, 1024));
+    wgmma128(S, dout[1], descriptor(at + OFF_A + SECOND + 2048, BOTH, 1024));
+    wgmma128(S, z[0], descriptor(at + OFF_A, BOTH, 1024));
+    wgmma128(S, z[1], descriptor(at + OFF_A + 2048, BOTH, 1024));
+    wg_commit();
+    if (own) {
+      const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
+      wg_fence();
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++)
+        wgmma64(Y, sd + ks * 128, descriptor(at + OFF_X + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++)
+        wgmma64(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
+      wg_commit();
+      float trace[2];
+      traces(trace, state, adjoint, kc, lane);
+      wg_wait(S);
+      wg_settled(Y);
+      wg_settled(Z);
+      bar_wait(bars + 24, ((c - (first + (slot - first % SLOTS + SLOTS) % SLOTS)) / SLOTS) & 1);
+      between_warps();  // nobody reads tiles of all channels any more
+      if (lane == 0) bar_arrive(bar_s + 8);
+#pragma unroll
+      for (int m = 0; m < 2; m++) stm_trans(dv[m], at + OFF_W + both_place(16 * m + rb, w * 2 + cb));
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const int row = 16 * m + (lane >> 1), j = w * 2 + (lane & 1);
+        u32 x[4];
+        lds128(x, at + OFF_W + both_place(row, j));
+        if (t + row < end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, x);
+      }
+      key_gradients(b, Y, Z, trace, at, ends, kc, t, end, h, lane);
+    } else {
+      wg_wait(S);
+    }
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + 8);
+  }
+}
+
+INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, int passes, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  float S[16][4];
+  if (passes > 1 || x.last)
+    begin_with(S, x.last && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  else
+    take(S, a, s + 1, h, w, lane);
+#pragma unroll 1
+  for (int pass = 0; pass < passes; pass++) {
+    walk(S, b, h, uniform(x.begin), uniform(x.end), pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
+    if (pass < passes - 1) between_passes(S, a, false, pass, s, h, base, base + OPEN, w, lane);
+  }
+  if (passes == 1) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_constant__ BackArgs b) {
+  extern __shared__ __align__(1024) char smem[];
+  const Args& a = b.a;
+  const u32 base = (smem_addr(smem) + 1023) & ~1023u;
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    for (int i = 0; i < SLOTS; i++) {
+      bar_init(base + BARS + i * 32, 1);
+      bar_init(base + BARS + i * 32 + 8, 8);
+      bar_init(base + BARS + i * 32 + 16, 8);
+      bar_init(base + BARS + i * 32 + 24, 2);
+    }
+    bar_init(base + BARS_S, 1);
+    bar_init(base + BARS_S + 8, 8);
+    bar_init(base + OPEN, 1);
+    bars_ready();
+  }
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return waiting(a, x.last, s, h); });
+  const int s = mine.s, h = mine.h;
+  const Span x = span_of(a, s);
+  if (x.end <= x.begin) return;
+  const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3, first = n * (passes - 1);
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    if (w < SLOTS) produce(b, x, h, n, passes, first, base, w, lane);
+    else fetch(b, x, h, n * passes, first, base, w - SLOTS, lane);
+  } else {
+    registers_up<200>();
+    consume(b, x, s, h, n, first, passes, base, w, lane);
+  }
+}

@@ -1,0 +1,140 @@
+"""Our kernels with the same bits however a sequence is split: `Canonical` in few launches.
+
+The side that a row sums over stands in blocks of 64 at fixed places of its documents, filled up with rows of
+nobody, and is met first blocks first, each under its mask. To a row a block that it does not see is an
+exact nothing, so that rows of any other place, document or rank may lie in its tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....context import CANONICAL_CHUNK
+from ...geometry import Pair, Tokens, once
+from ...geometry.fixed import NOBODY
+from ...merging import Partial, row_sums
+from ...merging.parts import dense
+from ...scores import Scores
+from ..backend import Ask, QueryRows
+from ..canonical import Canonical
+from .backend import TritonBackend
+from .launch import General
+from .plan import TileLists, meet
+from .table import TileSettings
+
+FORWARD = {64: TileSettings(128, 64, 4, 2), 128: TileSettings(128, 64, 4, 2), 256: TileSettings(128, 64, 8, 2)}
+BACKWARD_KEYS = {64: TileSettings(64, 64, 4, 2), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 64, 8, 2)}
+BACKWARD_QUERIES = {64: TileSettings(64, 64, 4, 3), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 64, 4, 2)}
+"""By heads, as `table` has them: the far side's tile is a block."""
+
+
+class RowsInBlocks(NamedTuple):
+    """Rows in blocks at fixed places: how they stand, and which row is at each place (None: they stand so already)."""
+
+    tokens: Tokens
+    source: Tensor | None
+
+    def fill(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`x` at the blocks' places, with any row where nobody is."""
+        return x if self.source is None else x.index_select(dim, self.source)
+
+
+def in_blocks(tokens: Tokens) -> RowsInBlocks:
+    """The rows by document and position, made once; empty where there are none."""
+    return tokens.kept(in_blocks, lambda: _in_blocks(tokens))
+
+
+def _in_blocks(tokens: Tokens) -> RowsInBlocks:
+    position, document, index = (x.cpu() for x in (tokens.positions, tokens.documents, tokens.index))
+    number = torch.div(position, CANONICAL_CHUNK, rounding_mode="floor")
+    which, block_of = torch.unique(torch.stack([document, number]), dim=1, return_inverse=True)
+    places = block_of * CANONICAL_CHUNK + position - number * CANONICAL_CHUNK
+    if torch.equal(places, torch.arange(len(places))):
+        return RowsInBlocks(tokens, None)
+    length, device = which.shape[1] * CANONICAL_CHUNK, tokens.device
+    at = (which[1] * CANONICAL_CHUNK)[:, None] + torch.arange(CANONICAL_CHUNK)
+    of, stands, source = (torch.full((length,), x) for x in (NOBODY, 0, 0))
+    of[places], stands[places], source[places] = document, index, torch.arange(len(places))
+    filled = Tokens(None, length, device, (at.flatten().to(device), of.to(device)))
+    filled.index = stands.to(device)
+    return RowsInBlocks(filled, source.to(device))
+
+
+@once
+def _of_queries(pair: Pair, bm: int, bn: int) -> TileLists:
+    return _lists(meet(pair, bm, bn)[0])
+
+
+@once
+def _of_keys(pair: Pair, bm: int, bn: int) -> TileLists:
+    return _lists(meet(pair, bm, bn)[0].T)
+
+
+def _lists(seen: Tensor) -> TileLists:
+    """Tiles that may be seen, first ones first, all under their mask."""
+    order = torch.argsort((~seen).to(torch.int8), dim=1, stable=True).to(torch.int32).contiguous()
+    counts = torch.stack([torch.zeros_like(seen[:, 0], dtype=torch.int64), seen.sum(1)], 1)
+    return TileLists(order, counts.to(torch.int32).contiguous())
+
+
+class InBlocks(General):
+    """Launches over tiles of one side, of which each meets the other's blocks in order."""
+
+    def of_queries(self, how: TileSettings) -> TileLists:
+        return _of_queries(self.pair, how.rows, how.keys)
+
+    def of_keys(self, how: TileSettings) -> TileLists:
+        return _of_keys(self.pair, how.rows, how.keys)
+
+
+class CanonicalTriton(Canonical):
+    """`Canonical` by the Triton kernels: its own bits, in a launch a pass."""
+
+    def unsupported(self, ask: Ask) -> str:
+        return TritonBackend().unsupported(ask)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        from . import kernels
+
+        keys = in_blocks(pair.keys)
+        q, k, v = dense(q), dense(keys.fill(k)), dense(keys.fill(v))
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, o)
+        met.over_queries(kernels.forward, FORWARD, q, k, v, o, lse)
+        out.add(o, lse)
+
+    def query_gradients(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Tensor:
+        from ....kernels.runtime.launch import filled
+        from . import kernels
+
+        assert x.delta is not None
+        keys = in_blocks(pair.keys)
+        q, do, k, v = dense(x.q), dense(x.do), dense(keys.fill(k)), dense(keys.fill(v))
+        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        if q.numel() and k.numel():
+            met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, do)
+            inputs = q, k, v, do, x.lse.contiguous(), x.delta.contiguous()
+            met.over_queries(kernels.backward_queries, BACKWARD_QUERIES, *inputs, dq, *filled(None, by=dq))
+        return dq
+
+    def key_gradients(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> tuple[Tensor, Tensor]:
+        from ....kernels.runtime.launch import filled
+        from . import kernels
+
+        assert x.delta is not None
+        rows = in_blocks(pair.rows)
+        q, do, k, v = dense(rows.fill(x.q)), dense(rows.fill(x.do)), dense(k), dense(v)
+        dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (k, v))
+        if q.numel() and k.numel():
+            met = InBlocks(scores, Pair(rows.tokens, pair.keys, pair.reach), q, k, v, do)
+            inputs = q, k, v, do, *(rows.fill(t, 2).contiguous() for t in (x.lse, x.delta))
+            met.over_keys(kernels.backward_keys, BACKWARD_KEYS, *inputs, dk, dv, *filled(None, by=dk))
+        return dk, dv
+
+    def row_sums(self, do: Tensor | None, o: Tensor, dlse: Tensor | None, rows: Tokens) -> Tensor:
+        """`merging.row_sums`, which forms each row's by itself."""
+        return row_sums(do, o, dlse)

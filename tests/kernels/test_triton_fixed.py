@@ -1,0 +1,114 @@
+"""Kernels of which a row's or a block's bits depend on it alone, interpreted: the same bits beside other rows, in other
+orders and cut elsewhere. On GPUs: tests/gpu/test_same_bits.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.interpreter import compute_bf16, interpreted
+
+interpreted()
+compute_bf16()
+
+from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels.fixed import weight  # noqa: E402
+from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
+from ring_la.kernels.fixed.product import row_product  # noqa: E402
+from ring_la.kernels.fixed.weight import BlockPlaces, block_sums, largest_norms  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs  # noqa: E402
+from ring_la.kernels.wy.in_order import Pieces, forward, gradients, reason_against  # noqa: E402
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(HERE)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("N", [72, 80], ids=["by address", "by descriptor"])
+def test_a_row_of_a_product_does_not_depend_on_the_others(transposed, N):
+    x, w, bias = bf16(150, 80), bf16(N, 80, seed=1), bf16(N, seed=2)
+    given = w if transposed else w.T.contiguous()
+    whole = row_product(x, given, bias, transposed=transposed)
+    assert torch.equal(row_product(x[131:134], given, bias, transposed=transposed), whole[131:134])
+    exact = x.double() @ w.double().T + bias.double()
+    assert (whole.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_blocks_products_add_in_any_order(monkeypatch):
+    """dW of ragged blocks, some of tiny numbers; its error is below what rounding it to bf16 makes of it."""
+    dy, x = bf16(230, 32), bf16(230, 48, seed=1)
+    dy[64:70] *= 1e-3
+    x[:, 7] *= 100
+    places = torch.tensor([[0, 64], [64, 70], [70, 134], [134, 198], [198, 230]], dtype=torch.int32, device=HERE)
+    found, behind = largest_norms(dy, x, places)
+    norms = found, found[behind:]
+
+    def sums(dtype, full, ragged):
+        return block_sums(dy, x, BlockPlaces(places[full], places[ragged]), *norms, dtype)
+
+    whole = sums(torch.float32, [0, 2, 3], [1, 4])
+    assert torch.equal(sums(torch.float32, [], [3, 0, 4, 2, 1]), whole)  # not by descriptor
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal((sums(dtype, [2], [4]) + sums(dtype, [3, 0], [1])).float(), whole)
+    monkeypatch.setattr(weight, "GROUP", 2)
+    assert torch.equal(sums(torch.bfloat16, [0, 2, 3], [1, 4]), whole.bfloat16())
+    exact = dy.double().T @ x.double()
+    scale = torch.linalg.vector_norm(exact) / exact.numel() ** 0.5
+    rounding = torch.linalg.vector_norm(exact.bfloat16().double() - exact) / exact.numel() ** 0.5
+    assert torch.linalg.vector_norm(whole.double() - exact) / exact.numel() ** 0.5 <= rounding < 2**-8 * scale
+
+
+def test_columns_add_in_any_order():
+    x = bf16(300, 20).float() * torch.logspace(-6, 6, 20, device=HERE)
+    largest = largest_of_columns(x)
+    whole = column_sums(x, largest, 24)
+    assert torch.equal(column_sums(x.flip(0), largest, 24), whole)
+    assert torch.equal(whole_sums(x, 24), whole)
+    assert torch.equal(column_sums(x[:70], largest, 24) + column_sums(x[70:], largest, 24), whole)
+    torch.testing.assert_close(whole, x.double().sum(0), rtol=1e-6, atol=0)
+    x[3, 4] = float("nan")
+    assert column_sums(x, largest_of_columns(x), 24).isfinite().sum() == whole_sums(x, 24).isfinite().sum() == 19
+
+
+@pytest.mark.parametrize("rule", ["delta_scalar", "delta_diagonal", "additive_diagonal", "dplr_diagonal"])
+def test_states_pass_from_chunk_to_chunk(rule):
+    """Two documents at once are each by itself, and one is what its two parts are, of which the second gets the state
+    of the first one, and the first the gradient of the second."""
+    rule, T, H, D = Rule.parse(rule), 160, 2, 32
+    q, k, v, a, b, do = (bf16(1, T, H, D, seed=s) / 6 for s in range(6))
+    g = -torch.rand(1, T, H, D, generator=torch.Generator().manual_seed(7)).to(HERE)
+    given = Inputs(q, k, v)
+    if rule.decay == "scalar":
+        given = given._replace(g=g[..., 0])
+    if rule.decay == "diagonal":
+        given = given._replace(g=g)
+    if rule.write == "delta":
+        given = given._replace(beta=torch.sigmoid(do[..., 0].float()))
+    if rule.write == "dplr":
+        given = given._replace(a=a, b=b)
+    assert not reason_against(rule, given, T)
+
+    def run(x, cu, S, dS, do):
+        pieces = Pieces.of(cu[-1], torch.tensor(cu, dtype=torch.int32, device=HERE))
+        out = forward(rule, x, pieces, 0.2, S, True)
+        back = gradients(rule, x, pieces, 0.2, Backward(S, do, out.saved), dS)
+        return out.o, out.leaving, back.inputs, back.entering
+
+    def cut(start, stop):
+        return Inputs(*(None if t is None else t[:, start:stop].contiguous() for t in given)), do[:, start:stop]
+
+    S = bf16(1, 2, H, D, D, seed=9).float()
+    o, leaving, grads, entering = run(given, (0, 100, T), S, S / 2, do)
+    first, of_first = cut(0, 64)
+    then, of_then = cut(64, 100)
+    o1, between, _, _ = run(first, (0, 64), S[:, :1], S[:, :1], of_first)
+    o2, end, grads2, back = run(then, (0, 36), between, S[:, :1] / 2, of_then)
+    grads1, start = run(first, (0, 64), S[:, :1], back, of_first)[2:]
+    assert torch.equal(torch.cat([o1, o2], 1), o[:, :100])
+    assert torch.equal(end, leaving[:, :1])
+    assert torch.equal(start, entering[:, :1])
+    for whole, one, other in zip(grads, grads1, grads2):
+        assert whole is None or torch.equal(torch.cat([one, other], 1), whole[:, :100])
