@@ -1,24 +1,25 @@
 """Experts spread over ranks: every token goes to the ranks of the experts it picked and comes back, none is dropped.
 
-Rank r has experts ``starts[r] … starts[r+1] − 1`` of E, cut as ``torch.chunk`` cuts. Assignments are sorted by expert,
-so what goes to a rank stands together:
+Rank r has experts ``starts[r] … starts[r+1] − 1`` of E, cut as ``torch.chunk`` cuts. A token goes once to each rank
+that has experts of it, with its choice and its weights, and from there comes the weighted sum of theirs:
 
-    rows by expert  --all-to-all-->  rows by rank, then expert  --sort-->  grouped products  --back-->  sum of k rows
+    tokens  --all-to-all-->  rows by rank  --by expert-->  grouped products  --sum-->  rows  --back-->  sum over ranks
 
-The ranks' counts of rows are gathered first and read by the host, once a layer: the exchange needs their sizes. The
-gradient of an expert's weights is that of all ranks' tokens, whole, on the one rank that has it.
+So at most P rows of a token travel, not k. The ranks' counts are gathered first and read by the host, once a layer:
+the exchange needs their sizes. The gradient of an expert's weights is that of all ranks' tokens, whole, on the one rank
+that has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm import Group
-from .moe import Places
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Rows ``[M, D]`` sorted by expert, and how many each of this rank's experts has: their results ``[M, D]``."""
@@ -47,29 +48,80 @@ class ExpertRanks:
         Args:
             x: ``[N, D]``, this rank's tokens, maybe none. chosen: ``[N, k]``, int64. weights: ``[N, k]``.
         """
-        places = Places.of(chosen, self.experts)
-        counts = self.group.all_gather(places.sizes).wait().view(self.group.size, -1)  # [P, E]
-        to = [slice(a, b) for a, b in zip(self.starts, self.starts[1:])]
-        send, receive = torch.stack(
-            [torch.stack([counts[self.group.rank, s].sum() for s in to]), counts[:, self.mine].sum(1)]
-        ).tolist()
-        expert = torch.arange(counts[0, self.mine].numel(), device=x.device).repeat(self.group.size)
-        order = expert.repeat_interleave(counts[:, self.mine].flatten(), output_size=sum(receive)).argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        P, me, k = self.group.size, self.group.rank, chosen.shape[1]
+        rank = chosen // max(1, self.starts[1])
+        meets = torch.zeros(len(x), P, dtype=torch.bool, device=x.device).scatter_(1, rank, True)
+        sizes = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
+        sizes.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        counts = self.group.all_gather(torch.cat([sizes, meets.sum(0)])).wait().view(P, -1)  # [P, E + P]
+        mine, rows = counts[:, self.mine].sum(0), counts[:, self.experts :]
+        send, receive, [held, *_] = torch.stack([rows[me], rows[:, me], mine.sum().expand(P)]).tolist()
+        there, back = (self.group, send, receive), (self.group, receive, send)
+
+        at_home = meets.T.flatten()
+        place = torch.where(at_home, at_home.cumsum(0) - 1, sum(send)).view(P, -1).T
+        sent = Bags.of(place, sum(send))
+        expert = _Exchange.apply(chosen.index_select(0, sent.row), *there) - self.starts[me]
+        expert = expert.where((expert >= 0) & (expert < len(mine)), len(mine))
+        order = expert.flatten().argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        met = Bags.of(place.view(-1, k), held)
+        weight = _Exchange.apply(sent.spread(weights), *there).flatten().index_select(0, order[:held])
         # rows have no names here: k times the tokens' bytes, each is gone before the next
-        there = (self.group, send, receive), (self.group, receive, send)
-        y = _Exchange.apply(
-            _Ordered.apply(
-                compute(
-                    _Ordered.apply(_Exchange.apply(places.spread(x), *there[0]), order, inverse),
-                    counts[:, self.mine].sum(0),
-                ),
-                inverse,
-                order,
-            ),
-            *there[1],
-        )
-        return places.collect(y * places.arrange(weights)[:, None].to(y.dtype))
+        y = compute(met.spread(_Exchange.apply(sent.spread(x), *there)), mine)
+        return sent.collect(_Exchange.apply(met.collect(y * weight[:, None].to(y.dtype)), *back))
+
+
+class Bags(NamedTuple):
+    """Which of M entries belong to each of R rows: any number of them, each to one row."""
+
+    row: Tensor  # [M], the row of each entry
+    entries: Tensor  # [M], the entries by row
+    starts: Tensor  # [R + 1], where those of each row stand in it
+
+    @classmethod
+    def of(cls, place: Tensor, entries: int) -> Bags:
+        """Of the entries of each row, ``place [R, n]``; what is `entries` or more is none."""
+        there = place < entries
+        slots = (~there).flatten().to(torch.uint8).argsort(stable=True)[:entries]
+        by_row = place.flatten().index_select(0, slots)
+        row = torch.empty_like(by_row).scatter_(0, by_row, slots // max(1, place.shape[1]))
+        return cls(row, by_row, F.pad(there.sum(1).cumsum(0), (1, 0)))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Rows ``[R, D]`` as their entries ``[M, D]``."""
+        return _Spread.apply(x, *self)
+
+    def collect(self, y: Tensor) -> Tensor:
+        """The sum of each row's entries of ``y [M, D]``, ``[R, D]``."""
+        return _Collect.apply(y, *self)
+
+
+# Each of the two is the derivative of the other, and both only read at indices, as their siblings in moe.py.
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(row, entries, starts)
+        return x.index_select(0, row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Collect.apply(grad, *ctx.saved_tensors), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, row: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(row, entries, starts)
+        if not len(y) or len(starts) == 1:
+            return y.new_zeros(len(starts) - 1, y.shape[1])
+        return F.embedding_bag(entries, y.contiguous(), starts, mode="sum", include_last_offset=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Spread.apply(grad, *ctx.saved_tensors), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -85,17 +137,3 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.way_back()
         return _Exchange.apply(grad, ctx.group, ctx.receive, ctx.send), None, None, None
-
-
-class _Ordered(torch.autograd.Function):
-    """Rows in another order; the gradient reads them back, without sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        order, inverse = ctx.saved_tensors
-        return _Ordered.apply(grad, inverse, order), None, None

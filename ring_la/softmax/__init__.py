@@ -5,6 +5,7 @@
     call        one call, on one device or split: placement, strategy and kernel → an AttentionMoves
     ahead       a call whose keys are sent before its queries are there
     head_groups  several of these, where Ulysses goes through the heads in groups
+    results     o and lse that outlast a recomputation
     plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile
     strategies/ one exchange of keys a file       backends/  one kernel a file
     wire        keys and values in FP8 while they travel

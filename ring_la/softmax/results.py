@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 
 
-class Plan(Protocol):
+class ResultsPlan(Protocol):
     """What a call runs by: its results, and what its backward pass needs, computed or of results there are."""
 
     def forward(self, x: Any) -> tuple[Tensor, Tensor, Any]: ...
@@ -49,7 +49,7 @@ class Kept:
         return _Within(lambda: _Taking(self))
 
 
-def results(plan: Plan, x: Any) -> tuple[Tensor, Tensor, Any]:
+def results(plan: ResultsPlan, x: Any) -> tuple[Tensor, Tensor, Any]:
     """`plan.forward`, or what was kept of it where the code around it is run again."""
     run = _RUN.get()
     return plan.forward(x) if run is None else run(plan, x)
@@ -78,7 +78,7 @@ class _Making:
     def __init__(self, kept: Kept) -> None:
         self.kept = kept
 
-    def __call__(self, plan: Plan, x: Any) -> tuple[Tensor, Tensor, Any]:
+    def __call__(self, plan: ResultsPlan, x: Any) -> tuple[Tensor, Tensor, Any]:
         o, lse, saved = plan.forward(x)
         self.kept.results.append((_Result.of(o, self.kept.pack), _Result.of(lse, self.kept.pack)))
         return o, lse, saved
@@ -88,7 +88,7 @@ class _Taking:
     def __init__(self, kept: Kept) -> None:
         self.kept, self.next = kept, 0
 
-    def __call__(self, plan: Plan, x: Any) -> tuple[Tensor, Tensor, Any]:
+    def __call__(self, plan: ResultsPlan, x: Any) -> tuple[Tensor, Tensor, Any]:
         if self.next >= len(self.kept.results):
             got = f"call {self.next + 1} of {len(self.kept.results)}"
             raise UnsupportedError("keep_attention", "the same calls of attention when they are run again", got)

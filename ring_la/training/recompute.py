@@ -71,7 +71,7 @@ def recompute(
 
 def kept(call: Callable[..., Any], attention: bool = False) -> Callable[..., Any]:
     """`call`, of which only the arguments are kept for the backward pass, and the results of its softmax attention."""
-    contexts = {"context_fn": attention_kept} if attention else {}
+    contexts: dict[str, Any] = {"context_fn": attention_kept} if attention else {}
     return partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 

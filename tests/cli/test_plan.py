@@ -315,6 +315,11 @@ def test_memory_of_states_host_and_spread_experts():
     assert away.memory <= kept.memory
     assert away.seconds >= kept.seconds
     assert not prediction.predict(replace(base, offload=True, host_memory=1.0), 1, 1).fits
+    again = setting(*["attention"] * 8, length=65536, recompute=("block",))
+    twice, once = (prediction.predict(replace(again, keep_attention=keep), 1, 1) for keep in (False, True))
+    heads = again.work.blocks[0].heads
+    assert once.memory - twice.memory == pytest.approx(8 * 65536 * heads * (2 * again.work.blocks[0].V + 4))
+    assert once.seconds < 0.85 * twice.seconds
 
 
 def test_devices_by_their_data_sheets_are_marked(capsys):
