@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 CONVOLUTIONS = ("HunyuanVideoCausalConv3d", "HunyuanVideo15CausalConv3d")
 
 
-class Rows(Protocol):
+class DecoderRows(Protocol):
     """What of a decoder by rows is asked.
 
     Attributes:
@@ -34,7 +34,7 @@ class Rows(Protocol):
     def rows(self, local: int, each: int = 1) -> GridLayout: ...
 
 
-def repeating_conv(rows: Rows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+def repeating_conv(rows: DecoderRows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A causal convolution ``[B, C, frames, rows, columns]`` that repeats the border's row: it gets the neighbours'
     rows, and what its own padding makes is cut off."""
     width = module.time_causal_padding[2]
@@ -52,7 +52,7 @@ def repeating_conv(rows: Rows, module: Any, own: Callable[..., Tensor], x: Tenso
     return own(wide)[..., width:-width, :]
 
 
-def frames_attention(rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+def frames_attention(rows: DecoderRows, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Attention ``[B, tokens, H, D]`` of this rank's rows, frame after frame, to everybody's rows of no later frame."""
     assert rows.grid is not None
     assert rows.frames is not None
@@ -67,7 +67,7 @@ def frames_attention(rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float |
     return torch.cat(out, 1)
 
 
-def middle(rows: Rows, module: nn.Module) -> Callable[..., Tensor]:
+def middle(rows: DecoderRows, module: nn.Module) -> Callable[..., Tensor]:
     """HunyuanVideoMidBlock3D's forward, which asks for a mask of frames before its attention: noted, not made."""
     inner = type(module).forward
     make = inner.__globals__["prepare_causal_attention_mask"]
@@ -82,7 +82,7 @@ def middle(rows: Rows, module: nn.Module) -> Callable[..., Tensor]:
     return types.FunctionType(inner.__code__, around, inner.__name__, inner.__defaults__)
 
 
-def attention_block(rows: Rows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+def attention_block(rows: DecoderRows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
     """HunyuanVideo 1.5's ``[B, C, frames, rows, columns]``, of one head."""
     if rows.grid is None:
         return own(x)
