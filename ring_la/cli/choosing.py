@@ -26,8 +26,8 @@ def settings(setting: Setting) -> Iterator[Setting]:
     for recompute, chunk in ways:
         keeps = (False, True) if softmax and "block" in recompute else (False,)
         for offload, spread, keep in product((False, True), spreads, keeps):
-            kinds = dict(recompute=recompute, mlp_chunk=chunk, keep_attention=keep)
-            yield replace(setting, offload=offload, spread=spread, **kinds)
+            kept = replace(setting, recompute=recompute, mlp_chunk=chunk, keep_attention=keep)
+            yield replace(kept, offload=offload, spread=spread)
 
 
 def choose(setting: Setting, gpus: int, splits: list[int]) -> tuple[Setting, Prediction] | None:

@@ -90,17 +90,17 @@ class Bags(NamedTuple):
 
     def spread(self, x: Tensor) -> Tensor:
         """Rows ``[R, D]`` as their entries ``[M, D]``."""
-        return _Spread.apply(x, *self)
+        return _SpreadRows.apply(x, *self)
 
     def collect(self, y: Tensor) -> Tensor:
         """The sum of each row's entries of ``y [M, D]``, ``[R, D]``."""
-        return _Collect.apply(y, *self)
+        return _CollectRows.apply(y, *self)
 
 
 # Each of the two is the derivative of the other, and both only read at indices, as their siblings in moe.py.
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(row, entries, starts)
@@ -108,10 +108,10 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Collect.apply(grad, *ctx.saved_tensors), None, None, None
+        return _CollectRows.apply(grad, *ctx.saved_tensors), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _CollectRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, row: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(row, entries, starts)
@@ -121,7 +121,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Spread.apply(grad, *ctx.saved_tensors), None, None, None
+        return _SpreadRows.apply(grad, *ctx.saved_tensors), None, None, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -89,9 +89,10 @@ def _dplr_gradients(
 
 
 GLA_BY_LAUNCH = False
-"""Whether GLA goes by one launch each way; not by default before a GPU has run it."""
+"""Whether GLA goes by one launch each way. Less than half the time on an H200, but errors 1.4 to 1.8 times as large, above
+fla-core's, so not by default."""
 DPLR_BY_LAUNCH = False
-"""The same of DPLR whose gate has a bound."""
+"""The same of DPLR whose gate has a bound: half the time, errors 1.4 to 1.9 times as large."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
