@@ -43,6 +43,7 @@ def one_slow_channel(*shape: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def launches(monkeypatch) -> list:
     """Spans of 64 tokens; those that wait go first. The launches that were made, none replayed before."""
+    from ring_la.kernels.replay import root
     from ring_la.kernels.runtime.replayed_function import record_of
     from ring_la.kernels.wy import gdn_launches, gla_launches, one_launch
 
@@ -52,6 +53,7 @@ def launches(monkeypatch) -> list:
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     record_of.cache_clear()
+    root.cache_clear()
     made, plain = [], gla_launches.forward_kernel
     monkeypatch.setattr(gla_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
     return made

@@ -18,6 +18,7 @@ LIMIT = 6e-3
 @pytest.fixture(autouse=True)
 def launches(monkeypatch) -> list:
     """The launches that were made, none replayed before."""
+    from ring_la.kernels.replay import root
     from ring_la.kernels.runtime.replayed_function import record_of
     from ring_la.kernels.wy import dplr_launches, one_launch
 
@@ -25,6 +26,7 @@ def launches(monkeypatch) -> list:
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(one_launch, "DPLR_BY_LAUNCH", True)
     record_of.cache_clear()
+    root.cache_clear()
     made, plain = [], dplr_launches.forward_kernel
     monkeypatch.setattr(dplr_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
     return made
