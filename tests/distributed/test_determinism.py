@@ -52,11 +52,18 @@ def test_deterministic_bits_with_a_short_last_shard(ranks, name, T, P):
 DOCUMENTS = (0, 70, 71, 171)
 
 
+REFUSED = ("mesa_net",)
+"""Recurrences whose bits depend on how the sequence is split."""
+
+
 def all_of(rank: int, P: int, kind: str) -> dict[str, Any]:
     """Of every recurrence on packed documents with states: all results and gradients."""
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     layout = cp.layout(DOCUMENTS[-1], kind, cu_seqlens=DOCUMENTS)
-    return {name: results_of(name, layout) for name in BY_NAME}
+    for name in REFUSED:
+        with pytest.raises(ring_la.UnsupportedError, match=name):
+            results_of(name, layout)
+    return {name: results_of(name, layout) for name in BY_NAME if name not in REFUSED}
 
 
 def results_of(name: str, layout: Any) -> dict[str, Tensor]:
