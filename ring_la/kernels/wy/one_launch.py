@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,43 +49,20 @@ def _kda_gradients(
     return kda_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end)
 
 
-def _delta(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
-    keep = use.saved and gdn_launches.keeps(inputs, cu)
-    o, leaving, kept = gdn_launches.forward(inputs, cu, scale, S0, use.final, keep)
-    return Output(o, leaving, () if kept is None else tuple(kept))
+def _keeping(launches: Any, kept: Any, enough: Callable[[Inputs], bool] = lambda inputs: True) -> Launches:
+    """Those of a module whose forward leaves its gradients `kept` where there is room for it."""
 
+    def forward(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
+        o, leaving, left = launches.forward(inputs, cu, scale, S0, use.final, use.saved and launches.keeps(inputs, cu))
+        return Output(o, leaving, () if left is None else tuple(left))
 
-def _delta_gradients(
-    inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
-) -> tuple[Inputs, Tensor]:
-    kept = gdn_launches.KeptChunks.of(backward.saved)
-    return gdn_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
+    def gradients(
+        inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
+    ) -> tuple[Inputs, Tensor]:
+        left = kept.of(backward.saved)
+        return launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, left)
 
-
-def _gla(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
-    keep = use.saved and gla_launches.keeps(inputs, cu)
-    o, leaving, kept = gla_launches.forward(inputs, cu, scale, S0, use.final, keep)
-    return Output(o, leaving, () if kept is None else tuple(kept))
-
-
-def _gla_gradients(
-    inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
-) -> tuple[Inputs, Tensor]:
-    kept = gla_launches.KeptPairs.of(backward.saved)
-    return gla_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
-
-
-def _dplr(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
-    keep = use.saved and dplr_launches.keeps(inputs, cu)
-    o, leaving, kept = dplr_launches.forward(inputs, cu, scale, S0, use.final, keep)
-    return Output(o, leaving, () if kept is None else tuple(kept))
-
-
-def _dplr_gradients(
-    inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
-) -> tuple[Inputs, Tensor]:
-    kept = gdn_launches.KeptChunks.of(backward.saved)
-    return dplr_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
+    return Launches(forward, gradients, enough)
 
 
 GLA_BY_LAUNCH = False
@@ -97,9 +74,9 @@ LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
 KDA = Launches(_kda, _kda_gradients)
-DELTA = Launches(_delta, _delta_gradients, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
-GLA = Launches(_gla, _gla_gradients)
-DPLR = Launches(_dplr, _dplr_gradients)
+DELTA = _keeping(gdn_launches, gdn_launches.KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
+GLA = _keeping(gla_launches, gla_launches.KeptPairs)
+DPLR = _keeping(dplr_launches, gdn_launches.KeptChunks)
 
 
 def knobs() -> tuple[int, bool, bool]:
