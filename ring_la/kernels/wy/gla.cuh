@@ -31,12 +31,12 @@ struct Args {
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 
 // How a chunk is computed, from the gates that lie at `at` in rows of `bytes`; G: log2 of what they leave of this lane's four channels,
-// H: of that half, or where pairs go one by one all of it; `left`: the most that a channel keeps.
-INLINE Kind kind_of(float (&G)[4], float (&H)[4], float& left, u32 at, int bytes, int lane) {
+// E: what half of that leaves, or where pairs go one by one 1; `left`: the most that a channel keeps.
+INLINE Kind kind_of(float (&G)[4], float (&E)[4], float& left, u32 at, int bytes, int lane) {
   const bool hard = chunk_decay(G, at, bytes, lane);
   const bool gentle = __all_sync(~0u, fminf(fminf(G[0], G[1]), fminf(G[2], G[3])) >= GENTLE);
 #pragma unroll
-  for (int j = 0; j < 4; j++) H[j] = hard ? G[j] : 0.5f * G[j];
+  for (int j = 0; j < 4; j++) E[j] = hard ? 1.f : ex2(0.5f * G[j]);
   float most = fmaxf(fmaxf(G[0], G[1]), fmaxf(G[2], G[3]));
 #pragma unroll
   for (int m = 16; m; m >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));

@@ -19,7 +19,7 @@
 #include "gla.cuh"
 
 #define SLOTS 3 // chunks under way, one a warp that makes factors
-// A slot: q, k, then qi, ki, and at last dq, dk; dO; v, then dV; g, then G by log2, then dg; P; dP; e^M (of a hard chunk e^GL)
+// A slot: q, k, then qi, ki, and at last dq, dk; dO; v, then dV; g, then G by log2, then dg; P; dP; e^M (of a hard chunk 1)
 #define SLOT 54272
 #define OFF_Q 0
 #define OFF_K 8192
@@ -91,8 +91,6 @@ INLINE void make_chunk(float scale, bool own, float* left, u32 sums, u32 numbers
     for (int j = 0; j < 4; j++) left[j] += GL[j];
     sts128(sums + lane * 16, left);
   }
-#pragma unroll
-  for (int j = 0; j < 4; j++) E[j] = ex2(E[j]);
   sts128(at + OFF_E + lane * 16, E);
   const Size q = size_of(largest_in(at + OFF_Q, lane), exponent(scale) + 1, ORDINARY);
   const Size k = size_of(largest_in(at + OFF_K, lane), 0, ORDINARY), v = size_of(largest_in(at + OFF_V, lane), 0, ORDINARY);
@@ -283,15 +281,15 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], flo
     }
     ended += __shfl_xor_sync(~0u, ended, 1);
     ended += __shfl_xor_sync(~0u, ended, 2);
-    ended = fmaf(hard ? lds(at + OFF_E + channel * 4) : cy * cz, trace[e], ended);
+    ended = fmaf(hard ? ex2(GL) : cy * cz, trace[e], ended);
     sum_from_right(dg, tq);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int token = (i >> 1) * 8 + 2 * tq + (i & 1);
       dg[i] = (dg[i] + ended) * by_g;
 #if GATE_BF16
       A[(i >> 1) * 4 + 2 * e + (i & 1)] = dg[i];
 #else
+      const int token = (i >> 1) * 8 + 2 * tq + (i & 1);
       if (t + token < end) ((float*)b.dg)[((u64)(t + token) * a.H + h) * D + channel] = dg[i];
 #endif
     }
@@ -377,7 +375,7 @@ INLINE void step(float (&S)[16][4], const BackArgs& b, const Chunk& x, float by,
     between_warps();  // dS of all warps is there
     bar_wait(bar_s, turn & 1);
   }
-  if (!FP16 && x.hard) decay(S, at + OFF_E, lane);
+  if (!FP16 && x.hard) decay_to_end(S, at + OFF_G + (C - 1) * ROW, lane);
   if (FP16) { times(dout[0], by); times(dout[1], by); }
   float Y[16], Z[16];
   wg_fence();
@@ -432,12 +430,11 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     const int kind = uniform(said[0]);
     const bool half = kind == HALVES, hard = kind == HARD;
     const float change = unit.next(half, __uint_as_float(said[1]), __uint_as_float(said[2]));
-    if (hard) multiply(S, change);
-    else decay_by(S, at + OFF_E, change, lane);
+    decay_by(S, at + OFF_E, change, lane);
     const Chunk x = {at, numbers, begin + (stop - 1 - c) * C, end, (bool)uniform(c >= first), hard};
     if (half) step<true>(S, b, x, unit.by * inverse(__uint_as_float(said[3])), c - first, h, base, w, lane);
     else step<false>(S, b, x, 1.f, c - first, h, base, w, lane);
-    if (!hard) decay(S, at + OFF_E, lane);
+    decay(S, at + OFF_E, lane);
     __syncwarp();
     if (lane == 0) bar_arrive(bars + 8);
   }

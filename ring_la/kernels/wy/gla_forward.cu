@@ -20,7 +20,7 @@
 
 #define MAKERS 4 // warps that make factors
 
-// A slot: q, k, then qi, ki; v, then o; P; e^M (of a hard chunk e^GL); g
+// A slot: q, k, then qi, ki; v, then o; P; e^M (of a hard chunk 1); g
 #define OFF_Q 0
 #define OFF_K 8192
 #define OFF_V 16384
@@ -40,7 +40,8 @@
 #define SUMS (STAGE + KEEP * 32768)      // of each maker: log2 of what its chunks leave of each channel, of a span that waits
 #define BARS (SUMS + MAKERS * 512)       // of each slot: full, empty
 #define NUMBERS (BARS + SLOTS * 16)      // of each slot: kind, what it adds to a state at most, what it leaves, fk fv, 4 / (fq fk fv)
-#define LARGEST (NUMBERS + SLOTS * 32)   // see `largest_of`
+#define ENDS (NUMBERS + SLOTS * 32)      // of each slot that is hard: GL by log2
+#define LARGEST (ENDS + SLOTS * 512)     // see `largest_of`
 #define SAID (LARGEST + 32)              // the ticket, what `choose` takes again, an unused word, one of `leave`; masks
 
 // -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
@@ -95,7 +96,7 @@ INLINE void make_hard_pairs(float scale, u32 at, int lane) {
 }
 
 // What the state needs of a chunk, and with `pairs` P. `left`: log2 of what chunks leave is added there, and left at `sums`.
-INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbers, u32 at, int lane) {
+INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbers, u32 ends, u32 at, int lane) {
   float GL[4], E[4], kept;
   Kind kind = kind_of(GL, E, kept, at + OFF_G, ROW, lane);
   if (left) {
@@ -103,8 +104,6 @@ INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbe
     for (int j = 0; j < 4; j++) left[j] += GL[j];
     sts128(sums + lane * 16, left);
   }
-#pragma unroll
-  for (int j = 0; j < 4; j++) E[j] = ex2(E[j]);
   sts128(at + OFF_E + lane * 16, E);
   const Size q = size_of(largest_in(at + OFF_Q, lane), exponent(scale) + 1, ORDINARY);
   const Size k = size_of(largest_in(at + OFF_K, lane), 0, ORDINARY), v = size_of(largest_in(at + OFF_V, lane), 0, ORDINARY);
@@ -115,6 +114,7 @@ INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbe
     sts128(numbers, n);
     sts32(numbers + 16, __float_as_uint(half ? power(q.e + k.e + v.e - 9) : 1.f));
   }
+  if (kind == HARD) sts128(ends + lane * 16, GL);
   if (kind == HARD && pairs) make_hard_pairs(scale, at, lane);
   if (half) {
     to_halves(at + OFF_V, power(3 - v.e), lane);
@@ -144,7 +144,8 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     __syncwarp();
     const bool more = c + MAKERS < total, now = more && uniform(is_empty(c + MAKERS));
     if (now) ask(c + MAKERS);
-    make_chunk(a.scale, c >= last, c < last ? left : 0, base + SUMS + w * 512, base + NUMBERS + c % SLOTS * 32, at, lane);
+    make_chunk(a.scale, c >= last, c < last ? left : 0, base + SUMS + w * 512, base + NUMBERS + c % SLOTS * 32, base + ENDS + c % SLOTS * 512,
+               at, lane);
 #if KEEP
     const int own = t0 + (c - last) * C - x.begin;
     if (c >= last && own >= 0) {
@@ -185,41 +186,40 @@ INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lan
 }
 #endif
 
-// Where a chunk's output is finished: its slot, its first token and the end, and what it is multiplied by.
-struct Finish { u32 at; int t, end; float by; bool half; };
-
-// O, what the state gives a chunk by rows of V, and what its pairs give, to memory
-template <bool FP16> INLINE void finish(float (&O)[16], const Args& a, const Finish& x, int h, int w, int lane) {
+// O, what the state gives a chunk by rows of V, and what its pairs give, to memory, times `by`
+template <bool FP16> INLINE void finish(float (&O)[16], const Args& a, u32 at, float by, int t, int end, int h, int w, int lane) {
+  asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   u32 p[4], v[2][4];
 #pragma unroll
-  for (int m = 0; m < 2; m++) ldm_trans(v[m], x.at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
-  ldm(p, x.at + OFF_P + pair_place(rb, cb));
+  for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
+  ldm(p, at + OFF_P + pair_place(rb, cb));
   mma<FP16>(O, v[0], p[0], p[1]); mma<FP16>(O + 4, v[0], p[2], p[3]);
-  ldm(p, x.at + OFF_P + pair_place(16 + rb, cb));
+  ldm(p, at + OFF_P + pair_place(16 + rb, cb));
   mma<FP16>(O + 8, v[0], p[0], p[1]); mma<FP16>(O + 12, v[0], p[2], p[3]);
-  ldm(p, x.at + OFF_P + pair_place(16 + rb, 2 + cb));
+  ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
   mma<FP16>(O + 8, v[1], p[0], p[1]); mma<FP16>(O + 12, v[1], p[2], p[3]);
 #pragma unroll
   for (int m = 0; m < 2; m++) {
     u32 f[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * x.by, O[8 * m + 2 * i + 1] * x.by);
-    stm_trans(f, x.at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
+    for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * by, O[8 * m + 2 * i + 1] * by);
+    stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
   }
   __syncwarp();
 #pragma unroll
   for (int m = 0; m < 2; m++) {
     const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
     u32 z[4];
-    lds128(z, x.at + OFF_V + row * 256 + swz(row, to));
-    if (x.t + row < x.end) stg128(a.o + ((u64)(x.t + row) * a.H + h) * D + to * 8, z);
+    lds128(z, at + OFF_V + row * 256 + swz(row, to));
+    if (t + row < end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + to * 8, z);
   }
 }
 
 // Ask for what the state S gives a chunk's tokens (RO), and for its next value with v times `by`, at most 1. `kept`: where it is kept, or null
 template <bool FP16>
-INLINE void ask_products(float (&S)[16][4], float (&RO)[16], float by, bool hard, u32 at, char* kept, u32 stage, int w, int lane) {
+INLINE void ask_products(float (&S)[16][4], float (&RO)[16], float by, bool hard, u32 ends, u32 at, char* kept, u32 stage, int w, int lane) {
+  asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   u32 f[8][4], v[2][4];
   as_operand<FP16>(f, S);
@@ -228,7 +228,7 @@ INLINE void ask_products(float (&S)[16][4], float (&RO)[16], float by, bool hard
     ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
     if (FP16) times(v[m], by);
   }
-  if (hard) decay(S, at + OFF_E, lane);
+  if (!FP16 && hard) decay_to_end(S, ends, lane);
   wg_fence();
 #pragma unroll
   for (int ks = 0; ks < 8; ks++)
@@ -247,18 +247,20 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
                  int w, int lane) {
   const u32 bars = base + BARS;
   Unit unit = {1.f, largest_of(S, base + LARGEST, w, lane)};
-  Finish before = {0, 0, end, 1.f, false};
   float O[16];   // of the chunk before, without its pairs
   auto finish_before = [&](int c) {
-    if (before.t >= begin && a.o) {
-      if (before.half) finish<true>(O, a, before, h, w, lane);
-      else finish<false>(O, a, before, h, w, lane);
+    const u32 at = base + c % SLOTS * SLOT, numbers = base + NUMBERS + c % SLOTS * 32;
+    const int t = t0 + (c - c0) * C;
+    if (t >= begin && a.o) {
+      const float by = lds(numbers + 16);
+      if (uniform(lds32(numbers)) == HALVES) finish<true>(O, a, at, by, t, end, h, w, lane);
+      else finish<false>(O, a, at, by, t, end, h, w, lane);
     }
     __syncwarp();
     if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
   };
   for (int c = c0; c < c0 + n; c++) {
-    const int slot = c % SLOTS, t = t0 + (c - c0) * C;
+    const int slot = c % SLOTS;
     const u32 at = base + slot * SLOT, numbers = base + NUMBERS + slot * 32;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
     u32 said[4];
@@ -266,28 +268,27 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     const int kind = uniform(said[0]);
     const bool half = kind == HALVES, hard = kind == HARD;
     const float change = unit.next(half, __uint_as_float(said[1]), __uint_as_float(said[2]));
-    const float by = half ? unit.by * inverse(__uint_as_float(said[3])) : 1.f, out = lds(numbers + 16);
-    if (hard) multiply(S, change);
-    else decay_by(S, at + OFF_E, change, lane);
+    const float by = half ? unit.by * inverse(__uint_as_float(said[3])) : 1.f;
+    decay_by(S, at + OFF_E, change, lane);
     float RO[16];
     char* kept = 0;
 #if KEEP
+    const int t = t0 + (c - c0) * C;
     if (t >= begin) {
       const u64 place = kept_at(a, chunk + (t - begin) / C, h);
       kept = (char*)(a.kept_S + place * (D * D));
       if (w == 0 && lane == 0) *(float*)((char*)a.kept_P + place * PAIRS + 2 * C * C) = unit.by;
     }
 #endif
-    if (half) ask_products<true>(S, RO, by, false, at, kept, base + STAGE + w * 4096, w, lane);
-    else ask_products<false>(S, RO, by, hard, at, kept, base + STAGE + w * 4096, w, lane);
+    if (half) ask_products<true>(S, RO, by, false, 0, at, kept, base + STAGE + w * 4096, w, lane);
+    else ask_products<false>(S, RO, by, hard, base + ENDS + slot * 512, at, kept, base + STAGE + w * 4096, w, lane);
     if (c > c0) finish_before(c - 1);
     wg_wait(S);
     wg_settled(RO);
     const float share = half ? 0.25f * inverse(by) : 1.f;
 #pragma unroll
     for (int i = 0; i < 16; i++) O[i] = RO[i] * share;
-    before = {at, t, end, out, half};
-    if (!hard) decay(S, at + OFF_E, lane);
+    decay(S, at + OFF_E, lane);
   }
   if (n) finish_before(c0 + n - 1);
   multiply(S, inverse(unit.by));

@@ -58,7 +58,7 @@ def _define(call: GDNCall) -> str:
 @functools.cache
 def forward_kernel(keep: bool, gate: str) -> CudaKernel:
     slots, size = SLOTS[gate == "GATE_BF16=1"]
-    shared = (slots - keep) * (size + 16 + 32) + keep * 32768 + 4 * 512 + 32 + 32 + 1024
+    shared = (slots - keep) * (size + 16 + 32 + 512) + keep * 32768 + 4 * 512 + 32 + 32 + 1024
     file = Path(__file__).parent / "gla_forward.cu"
     return CudaKernel(file, "gla_forward", ARGUMENTS, 384, shared, (f"KEEP={int(keep)}", gate))
 

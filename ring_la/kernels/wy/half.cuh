@@ -98,6 +98,16 @@ INLINE void multiply(float (&S)[16][4], float by) {
 #pragma unroll
     for (int j = 0; j < 4; j++) S[nt][j] *= by;
 }
+// S <- S e^GL, by columns of K; `at`: GL by log2
+INLINE void decay_to_end(float (&S)[16][4], u32 at, int lane) {
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    u32 e[2];
+    lds64(e, at + (nt * 8 + 2 * (lane & 3)) * 4);
+    const float e0 = ex2(__uint_as_float(e[0])), e1 = ex2(__uint_as_float(e[1]));
+    S[nt][0] *= e0; S[nt][1] *= e1; S[nt][2] *= e0; S[nt][3] *= e1;
+  }
+}
 
 // The registers of a state as a left operand
 template <bool FP16> INLINE void as_operand(u32 (&f)[8][4], const float (&S)[16][4]) {
