@@ -20,13 +20,13 @@ INLINE float power(int e) { return __uint_as_float((u32)(min(max(e, -120), 120) 
 INLINE float inverse(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }  // of a power of two
 INLINE int exponent(float x) { return (int)(__float_as_uint(x) >> 23 & 255) - 127; }
 
-// The largest magnitude in a tile of 8 KB in bf16, as bits, by one warp
-INLINE u32 largest_in(u32 at, int lane) {
+// The largest magnitude in a tile of 8 KB in bf16, as bits, by one warp; `apart`: where its second half begins
+INLINE u32 largest_in(u32 at, int lane, int apart = 4096) {
   u32 m = 0;
 #pragma unroll 4
   for (int i = 0; i < 16; i++) {
     u32 x[4];
-    lds128(x, at + i * 512 + lane * 16);
+    lds128(x, at + (i >> 3) * apart + (i & 7) * 512 + lane * 16);
 #pragma unroll
     for (int j = 0; j < 4; j++) m = larger(m, x[j] & 0x7fff7fffu);
   }
