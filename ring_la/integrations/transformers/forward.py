@@ -21,6 +21,7 @@ from .checks import refuse_by_places
 from .foreign import told_as_theirs
 from .head import loss_in_chunks
 from .loss import agreed
+from .masks import documents_of_layout
 from .modules import known
 from .split import CacheSupport, SplitModel
 
@@ -142,7 +143,8 @@ class ModelRun:
         keywords = self.local | self.of_head if head_only else self.local
         before = self.current.call
         try:
-            out = _in_call(self.original, self.model, self.current, call, keywords)
+            with documents_of_layout():
+                out = _in_call(self.original, self.model, self.current, call, keywords)
         finally:
             self.current.call = before
         if call.targets is not None:
