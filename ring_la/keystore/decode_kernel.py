@@ -99,10 +99,10 @@ def _merge(O, L, OUT, LSE, splits, heads, value, BS: tl.constexpr, BV: tl.conste
     total = tl.sum(weight, 0)
     inside = (s < splits)[:, None] & (c < value)[None, :]
     o = tl.load(O + row[:, None] * value + c[None, :], mask=inside, other=0.0)
-    out = tl.sum(o * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(OUT + (n * heads + h) * value + c, out, mask=c < value)
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(OUT + (n * heads + h) * value + c, tl.sum(o * weight[:, None], 0) / safe, mask=c < value)
     if tl.program_id(1) == 0:
-        tl.store(LSE + n * heads + h, tl.where(total > 0, top + tl.log(total), -float("inf")))
+        tl.store(LSE + n * heads + h, tl.where(total > 0, top + tl.log(safe), -float("inf")))
 
 
 def decode_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
