@@ -55,6 +55,7 @@ def _near_one(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape:
     states=("HKK", "HK", "HKK", "HK"),
     flags=dict(mini_batch=4),
     same_bits=True,
+    opaque=True,
 )  # fmt: skip
 def ttt_linear(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, mini_batch: int = 16, eps: float = 1e-6,
