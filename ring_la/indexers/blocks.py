@@ -254,9 +254,7 @@ def _block_index(
     return block_index(q, k, size, topk, layout=layout_of(layout), cu_seqlens=cu_seqlens)
 
 
-@_block_index.register_fake
-def _(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, topk: int) -> tuple[Tensor, Tensor]:
-    return empty_choice(q, k, k.shape[2], topk)
+_block_index.register_fake(lambda q, k, cu, layout, size, topk: empty_choice(q, k, k.shape[2], topk))
 
 
 @torch.library.custom_op("ring_la::best_key_index", mutates_args=())
@@ -266,11 +264,7 @@ def _best_key(
     return best_key_index(q, k, size, topk, local=local, layout=layout_of(layout), cu_seqlens=cu_seqlens)
 
 
-@_best_key.register_fake
-def _(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, topk: int, local: int
-) -> tuple[Tensor, Tensor]:
-    return empty_choice(q, q, q.shape[2], topk)
+_best_key.register_fake(lambda q, k, cu, layout, size, topk, local: empty_choice(q, q, q.shape[2], topk))
 
 
 def _room(k: Tensor, size: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
@@ -302,6 +296,4 @@ def _full_blocks(
     return _best_full(q, keys, size, topk, rows, Blocks.of(size, rows))
 
 
-@_full_blocks.register_fake
-def _(q: Tensor, keys: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, topk: int) -> tuple[Tensor, Tensor]:
-    return empty_choice(q, keys, 1, topk + 1)
+_full_blocks.register_fake(lambda q, keys, cu, layout, size, topk: empty_choice(q, keys, 1, topk + 1))

@@ -88,11 +88,7 @@ def _index(
     return lightning_index(q, k, w, topk, layout=layout_of(layout), cu_seqlens=cu_seqlens, backend=backend)
 
 
-@_index.register_fake
-def _(
-    q: Tensor, k: Tensor, w: Tensor, cu_seqlens: Tensor | None, layout: int, topk: int, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    return empty_choice(q, q, 1, topk)
+_index.register_fake(lambda q, k, w, cu, layout, topk, backend: empty_choice(q, q, 1, topk))
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
