@@ -54,6 +54,7 @@ def token(
     token=token,
     states=("HKK", "HKV"),
     flags=dict(steps=30),
+    opaque=True,
 )
 def mesa_net(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor, steps: int = 30, *, options: CommonOptions
