@@ -7,7 +7,8 @@ A pipeline asks a model for the image with and without its prompt in one of two 
 
 The second way is learned in the first step of a run, which every rank computes whole: so many calls with the same
 latents. After that a rank gives back NaN for the calls of others; the last call of the step fills them in, in place,
-before the pipeline reads them. One that reads earlier gets NaN, and no wrong image.
+before the pipeline reads them. One that reads earlier gets NaN, and an error, and no wrong image. Calls outside of a
+run (another pipeline's, of the same model) are computed whole.
 """
 
 from __future__ import annotations
@@ -42,19 +43,29 @@ class Guidance:
 
     Attributes:
         axis: its ranks.
+        running: whether a run of its pipeline is under way.
         passes: calls a step, as the first step showed; None: it is under way.
     """
 
     def __init__(self, axis: ContextParallel) -> None:
         self.axis, self.layouts, self.comparison = axis, Layouts(axis), InputComparison(axis)
-        self.restart()
+        self.restart(False)
 
-    def restart(self) -> None:
-        """A run of the pipeline begins: nothing is known of its steps."""
+    def restart(self, running: bool) -> None:
+        """A run of the pipeline begins or is over: nothing is known of its steps."""
+        self.running = running
         self.passes: int | None = None
         self._latents: Tensor | None = None
         self._outputs: list[object] = []
         self._form: object = None
+
+    def finish(self) -> None:
+        """The pipeline has its image.
+
+        Raises:
+            UnsupportedError: the last step had fewer calls than the first, and was not filled in.
+        """
+        self._check_step()
 
     def call(self, forward: Callable[..., object], given: Mapping[str, object], split: Any) -> object:
         """The model's call with arguments by name, of which the axis's ranks each compute a part."""
@@ -86,6 +97,9 @@ class Guidance:
     # -- a call of several -------------------------------------------------------------------------------------
 
     def _pass(self, forward: Callable[..., object], given: Mapping[str, object], x: Tensor) -> object:
+        self.comparison.begin(given, None)
+        if not self.running:
+            return forward(**given)
         if x is not self._latents:
             self._begin(x)
         number = len(self._outputs)
@@ -95,7 +109,6 @@ class Guidance:
             return out
         if number == self.passes:
             raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", "one more", "Leave out cfg=")
-        self.comparison.begin(given, None)
         if number == self.axis.rank:
             out = forward(**given)
         else:
@@ -107,15 +120,20 @@ class Guidance:
 
     def _begin(self, x: Tensor) -> None:
         """The first call of a step."""
+        self._check_step()
         if self._latents is not None and x.shape != self._latents.shape:
-            self.restart()
+            self.restart(True)
         made = len(self._outputs)
         if self.passes is None and made:
             self.passes, self._form = made, self._outputs[0]
-        elif self.passes == self.axis.size and self._latents is not None and made != self.passes:
-            got = f"a step of {made}, whose image is NaN"
-            raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", got, "Leave out cfg=")
         self._latents, self._outputs = x, []
+
+    def _check_step(self) -> None:
+        """Refuse a step whose answers were not filled in."""
+        made = len(self._outputs)
+        if self.passes == self.axis.size and made and made != self.passes:
+            got = f"{made}, whose image is NaN"
+            raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", got, "Leave out cfg=")
 
     def _fill(self) -> None:
         """What the other ranks computed, in place of the NaN given back for it."""
