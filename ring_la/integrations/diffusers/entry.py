@@ -45,7 +45,7 @@ def parallelize(
 
     Args:
         transformer: a model with an entry in `PLANS`, with its own attention processors. LoRA's layers may be in it,
-            or come and go afterwards, and the hooks of Diffusers' step caches that `caches.KNOWN` names, and Accelerate's
+            or come and go afterwards, the hooks of Diffusers' step caches that `caches.KNOWN` names, and Accelerate's
             that move the whole model; those that move its layers (sequential and group offloading) may not. Or a
             pipeline, all of whose transformers are split.
         cp: the group the sequence is split over; its `attention` says how keys travel.

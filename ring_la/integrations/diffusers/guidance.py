@@ -2,7 +2,7 @@
 
 A pipeline asks a model for the image with and without its prompt in one of two ways:
 
-    one call of all rows    (SD3, SANA, CogVideoX, ...)         each rank of the axis takes its share of the rows
+    one call of all rows    (SD3, SANA, Z-Image, ...)           each rank of the axis takes its share of the rows
     a call for each         (Qwen-Image, Wan, HunyuanVideo, ...)  each takes one of the calls
 
 The second way is learned in the first step of a run, which every rank computes whole: so many calls with the same
@@ -33,7 +33,7 @@ ROWS = frozenset(
     controlnet_single_block_samples block_controlnet_hidden_states control_hidden_states pose_hidden_states
     face_pixel_values audio_hidden_states audio_encoder_hidden_states audio_timestep sigma audio_sigma video_coords
     audio_encoder_attention_mask audio_coords encoder_hidden_states_2 encoder_attention_mask_2
-    perturbation_mask""".split()
+    perturbation_mask x t cap_feats""".split()
 )
 """Arguments of models with a row for each of the batch; others are the same for all rows."""
 
@@ -69,30 +69,40 @@ class Guidance:
 
     def call(self, forward: Callable[..., object], given: Mapping[str, object], split: Any) -> object:
         """The model's call with arguments by name, of which the axis's ranks each compute a part."""
-        x = given.get("hidden_states")
-        if self.axis.size == 1 or not isinstance(x, Tensor):
+        x: Any = given.get(split.plan.latents)
+        if self.axis.size == 1 or not tensors_in(x):
             return forward(**given)
-        if len(x) % self.axis.size == 0:
+        alike = isinstance(x, Tensor) or len({one.shape for one in x}) == 1
+        if alike and len(x) % self.axis.size == 0:
             self.comparison.begin(given, None)
-            return self._rows(forward, given, len(x), split)
+            return self._rows(forward, given, x, split)
+        if not isinstance(x, Tensor):  # images of several sizes
+            self.comparison.begin(given, None)
+            return forward(**given)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(list(given.values()))):
             raise UnsupportedError("cfg", "no gradients where guidance is calls of its own", "inputs that want one")
         return self._pass(forward, given, x)
 
     # -- rows of one call --------------------------------------------------------------------------------------
 
-    def _rows(self, forward: Callable[..., object], given: Mapping[str, object], batch: int, split: Any) -> object:
+    def _rows(
+        self, forward: Callable[..., object], given: Mapping[str, object], x: Tensor | list[Tensor], split: Any
+    ) -> object:
+        batch, listed = len(x), isinstance(x, list)
         each = batch // self.axis.size
         mine = slice(self.axis.rank * each, (self.axis.rank + 1) * each)
         shared = {"timestep"} if "timestep_indices" in given else set()  # MiniMax-H3's steps are no rows
-        cut = {name: _cut(x, batch, mine) if name in ROWS - shared else x for name, x in given.items()}
+        cut = {name: _cut(x, batch, mine, listed) if name in ROWS - shared else x for name, x in given.items()}
         split.deciding = (split.cp.comm, self.axis.comm)
         try:
             out = forward(**cut)
         finally:
             split.deciding = (split.cp.comm,)
-        layout = self.layouts.of((each,) * self.axis.size)
-        return _like(out, [WholeImage.apply(t, layout, 0, 1, self.comparison) for t in tensors_in(out)])
+        layout, came = self.layouts.of((each,) * self.axis.size), tensors_in(out)
+        if listed:
+            rows = WholeImage.apply(torch.stack(came), layout, 0, 1, self.comparison)
+            return _like(out, [list(rows)])  # type: ignore[list-item]
+        return _like(out, [WholeImage.apply(t, layout, 0, 1, self.comparison) for t in came])
 
     # -- a call of several -------------------------------------------------------------------------------------
 
@@ -157,15 +167,15 @@ def guided_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def _cut(x: object, batch: int, mine: slice) -> object:
-    """The rows of an argument that has some."""
+def _cut(x: object, batch: int, mine: slice, listed: bool) -> object:
+    """The rows of an argument that has some; `listed`: rows are lists of tensors."""
     if isinstance(x, Tensor):
         return x[mine] if x.dim() and len(x) == batch else x
     if isinstance(x, Mapping):
-        return {n: _cut(one, batch, mine) for n, one in x.items()}
+        return {n: _cut(one, batch, mine, listed) for n, one in x.items()}
     if isinstance(x, (list, tuple)):
-        if any(isinstance(one, Tensor) for one in x):
-            return type(x)(_cut(one, batch, mine) for one in x)
+        if not listed and any(isinstance(one, Tensor) for one in x):
+            return type(x)(_cut(one, batch, mine, listed) for one in x)
         return x[mine] if len(x) == batch else x
     return x
 

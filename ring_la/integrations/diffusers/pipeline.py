@@ -110,8 +110,6 @@ class SplitPipeline:
         self.undo.callback(_forget, pipe)
         model: Any
         for model in transformers_of(pipe).values() if self.axes.guidance is not None else ():
-            if model._ring_la.plan.latents != "hidden_states":
-                raise UnsupportedError("cfg", "1 for a model whose rows are a list", type(model).__name__)
             model._ring_la_guidance = Guidance(self.axes.guidance)
             self.guided.append(model._ring_la_guidance)
             self.undo.callback(delattr, model, "_ring_la_guidance")

@@ -5,6 +5,7 @@ The pipelines are stand-ins that ask as Diffusers' do, of which tests.integratio
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -133,6 +134,29 @@ def check_guided(rank: int, rows: bool) -> list[str]:
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "calls"])
 def test_guidance_on_an_axis_and_decoding_by_rows(ranks, rows):
     assert not any(ranks.run(4, check_guided, rows))
+
+
+def check_listed(rank: int) -> list[str]:
+    """Z-Image's rows are a list of images."""
+    model, given = make("z-image")
+    given["x"] = [given["x"][0], given["x"][0] + 1]
+    given["controlnet_block_samples"] = {n: x[:, :64] for n, x in given["controlnet_block_samples"].items()}
+    pipe = SimpleNamespace(components={"transformer": model}, transformer=model)
+    cp = ring_la.ContextParallel(group(4), scan="ring", attention="ring", timeout=60)
+    with torch.no_grad():
+        want = model(**given).sample
+        parallelize(pipe, cp, cfg=2)
+        ran: list[int] = []
+        counted = model.layers[0].register_forward_hook(lambda block, x, out: ran.append(len(out)))
+        got = model(**given).sample
+        counted.remove()
+    wrong = max(map(error, got, want))
+    bad = [] if len(got) == len(want) and wrong < 1e-9 else [f"{len(got)} images: {wrong:.1e}"]
+    return bad + ([] if ran == [1] else [f"rows {ran}"])
+
+
+def test_guidance_of_rows_in_a_list(ranks):
+    assert not any(ranks.run(4, check_listed))
 
 
 def check_axes(rank: int) -> list[str]:
