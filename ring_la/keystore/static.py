@@ -21,7 +21,7 @@ from torch import Tensor
 from ..context import ContextParallel
 from ..softmax.products import product
 from .decode import merged
-from .store import KeySize
+from .slabs import KeySize
 
 
 class StaticRows:
