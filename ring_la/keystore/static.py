@@ -21,7 +21,7 @@ from torch import Tensor
 from ..context import ContextParallel
 from .columns import Columns, read_columns
 from .decode import merged
-from .store import KeySize
+from .slabs import KeySize
 
 
 class StaticRows:
