@@ -27,6 +27,7 @@ class LightNet(Layer):
     """
 
     same_bits = True
+    cuts = "Weights are kept divided by the largest since the state, which a block does not begin"
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class ABCAttention(Layer):
     """
 
     same_bits = True
+    cuts = "Weights are kept divided by the largest since the state, which a block does not begin"
     LARGEST = 32.0
 
     def __init__(

@@ -116,7 +116,7 @@ def _solver(
     written = rate * keys
 
     def times(p: Tensor) -> Tensor:
-        return simple_gla(p, keys, written, g, scale=1.0, initial_state=G, **options.scan).o
+        return simple_gla(p, written, keys, g, scale=1.0, initial_state=G, **options.scan).o
 
     def solve(right: Tensor, scale: float) -> Tensor:
         return _conjugate_gradients(times, lam, scale * right.to(keys.dtype), steps, options.layout).to(right.dtype)
