@@ -61,7 +61,7 @@ CONTINUED = set(latents.CLASSES).union(*(m.MIXERS for m in (convolution, delta, 
 
 
 TAKING_BLOCKS = {"MiniMaxModel", *latents.CLASSES, *lightning.MIXERS}.union(
-    *(m.MIXERS for m in (convolution, delta, mamba))
+    *(m.MIXERS for m in (channelwise, convolution, delta, mamba, own_attention))
 )
 """Classes whose operators go through `ModelCall.operator`, so that the model can be run block by block."""
 
