@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,15 @@ from ...context import ShardedLayout
 from ...errors import UnsupportedError
 from .cache import ContinuedRecorder
 
-if TYPE_CHECKING:
-    from .in_blocks import BlockRuns
+
+class Blocks(Protocol):
+    """What runs a model block by block (`in_blocks`), as its layers ask it."""
+
+    def operator(self, function: Callable[..., Any], *tokens: Tensor, **shared: Any) -> Any:
+        """A function of all tokens, and a block's part of its o."""
+
+    def cross_entropy(self, call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
+        """The loss of the whole batch, given a block's logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +105,7 @@ class ModelCall:
     losses: list[Returned] = field(default_factory=list)
     head: HeadWork | None = None
     earlier: ContinuedRecorder | None = None
-    blocks: BlockRuns | None = None
+    blocks: Blocks | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @property

@@ -296,11 +296,12 @@ def in_blocks(
     refuse_call(model, call, keywords)
     parameters = [p for p in model.parameters() if p.requires_grad and torch.is_grad_enabled()]
     tokens = next(keywords[n] for n in ("input_ids", "inputs_embeds") if keywords.get(n) is not None)
-    call.blocks = BlockRuns(call.layout, tokens.shape[0], parameters)
+    assert call.layout is not None
+    call.blocks = runs = BlockRuns(call.layout, tokens.shape[0], parameters)
     with ExitStack() as undo:
         undo.callback(setattr, call, "blocks", None)
-        outs = call.blocks.run(functools.partial(forward, model), keywords)
-        whole = call.blocks.joined(outs)
+        outs = runs.run(functools.partial(forward, model), keywords)
+        whole = runs.joined(outs)
     if call.losses and call.losses[0].unchanged(outs[0].get("loss")):
         call.losses = [Returned.of(whole["loss"])]
     return whole
