@@ -16,7 +16,7 @@ from ...errors import UnsupportedError
 from .cache import ContinuedRecorder
 
 
-class Blocks(Protocol):
+class BlockwiseModel(Protocol):
     """What runs a model block by block (`in_blocks`), as its layers ask it."""
 
     def operator(self, function: Callable[..., Any], *tokens: Tensor, **shared: Any) -> Any:
@@ -105,7 +105,7 @@ class ModelCall:
     losses: list[Returned] = field(default_factory=list)
     head: HeadWork | None = None
     earlier: ContinuedRecorder | None = None
-    blocks: Blocks | None = None
+    blocks: BlockwiseModel | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @property

@@ -4,9 +4,6 @@ A model's own code between ring_la's operators is anything, so all of it is run 
 (`ring_la.blockwise` says why). The blocks' runs meet (`turns`) at what crosses the sequence, at linear layers, at the
 embedding and at the loss: there all tokens of the rank are one tensor. Gradients of parameters that blocks use by
 themselves are added exactly.
-
-Backwards the meetings come in their order turned round, whatever the number of blocks: a scalar goes through all of
-them, so that ranks exchange alike.
 """
 
 from __future__ import annotations
@@ -18,28 +15,23 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
-from ...autograd import first_derivative_only
-from ...blockwise import BLOCK, blocks_of, embedding, exact_sum, linear, token_sum
-from ...blockwise.blocks import filled, together
-from ...blockwise.sums import part_of
+from ...blockwise import BLOCK, blocks_of, embedding, linear, token_sum
+from ...blockwise.blocks import filled
 from ...context import ShardedLayout
 from ...errors import UnsupportedError
+from .block_links import JoinedBlocks, PartedBlocks, RankBlocks, SharedParameters
 from .call import ModelCall, Returned
 from .loss import whole_loss
-from .turns import Turn, in_turns
-
-Place = tuple[int, int, int]
-"""Row, first token, behind the last."""
+from .turns import MeetingTurn, in_turns
 
 
-class Asked(NamedTuple):
+class Meeting(NamedTuple):
     """What a block's run asks for: a function of tokens ``[B, T, …]`` of which it brings its own, ``[1, 64, …]``."""
 
     function: Callable[..., Any]
@@ -57,18 +49,19 @@ class BlockRuns:
     """
 
     def __init__(self, layout: ShardedLayout, rows: int, parameters: Sequence[nn.Parameter]) -> None:
-        self.layout, self.rows = layout, rows
+        self.layout = layout
         places = [(b, start, stop) for b in range(rows) for start, stop in blocks_of(layout)]
-        self.places: list[Place] = places or [(0, 0, 0)]  # a rank without tokens runs one of nothing
+        places = places or [(0, 0, 0)]  # a rank without tokens runs one of nothing
+        self.blocks, self.places = RankBlocks(places, rows, layout.local_length), places
         self._here = threading.local()
-        found = _Shared.apply(layout, len(self.places), *parameters)
+        found = SharedParameters.apply(layout, len(self.places), *parameters)
         self._chain, aliases = found[0], iter(found[1:])
         self._own = {id(p): tuple(next(aliases) for _ in self.places) for p in parameters}
 
     def run(self, forward: Callable[..., ModelOutput], keywords: dict[str, Any]) -> list[ModelOutput]:
         """The model's result on each block."""
 
-        def one(number: int, turn: Turn) -> ModelOutput:
+        def one(number: int, turn: MeetingTurn) -> ModelOutput:
             self._here.turn, self._here.place = turn, self.places[number]
             with InBlock(self, number):
                 return forward(**{n: self._cut(x) for n, x in keywords.items()})
@@ -81,17 +74,17 @@ class BlockRuns:
     def operator(self, function: Callable[..., Any], *tokens: Tensor, **shared: Any) -> Any:
         """``function(*tokens, **shared, layout=…)`` of all tokens, and this block's of its o."""
         call = functools.partial(function, layout=self.layout)
-        return self._here.turn.ask(Asked(call, tokens, shared))
+        return self._here.turn.ask(Meeting(call, tokens, shared))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer of all tokens."""
         call = functools.partial(linear, layout=self.layout)
-        return self._here.turn.ask(Asked(call, (x,), dict(weight=weight, bias=bias)))
+        return self._here.turn.ask(Meeting(call, (x,), dict(weight=weight, bias=bias)))
 
     def embedding(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         """The embedding of all tokens."""
         call = functools.partial(_embedded, layout=self.layout, padding_idx=padding_idx)
-        return self._here.turn.ask(Asked(call, (ids,), dict(weight=weight)))
+        return self._here.turn.ask(Meeting(call, (ids,), dict(weight=weight)))
 
     def cross_entropy(self, call: Any, logits: Tensor, vocab_size: int) -> Tensor:
         """`loss.cross_entropy`; the same for all blocks."""
@@ -105,32 +98,32 @@ class BlockRuns:
             part = token_sum(losses, layout=self.layout) / targets.divisor
             return whole_loss(part, self.layout.cp, call.fingerprint)
 
-        return self._here.turn.ask(Asked(whole, (losses[None],), {}, one=True))
+        return self._here.turn.ask(Meeting(whole, (losses[None],), {}, one=True))
 
     def _cut(self, x: Any) -> Any:
         """A block's part of an argument: ids, labels and embeddings ``[B, T, …]``, positions ``[…, B or 1, T]``."""
         if not isinstance(x, Tensor):
             return x
         row, start, stop = self._here.place
-        if x.shape[:2] == (self.rows, self.layout.local_length):
+        if x.shape[:2] == self.blocks[1:]:
             return filled(x, row, start, stop)
         rows = x.movedim(-2, 0).movedim(-1, 1)
         return filled(rows, min(row, len(rows) - 1), start, stop).movedim(1, -1).movedim(0, -2)
 
     # -- where they meet -------------------------------------------------------------------------------------
 
-    def _together(self, asked: list[Asked]) -> list[Any]:
+    def _together(self, asked: list[Meeting]) -> list[Any]:
         first = asked[0]
         for other in asked:
             if _name(other.function) != _name(first.function) or any(t.shape[:2] != (1, BLOCK) for t in other.tokens):
                 raise UnsupportedError("model", f"one call of {_name(first.function)} for all blocks", "others")
         given = {n: t for n, t in first.shared.items() if isinstance(t, Tensor)}
         blocks = [a.tokens[i] for i in range(len(first.tokens)) for a in asked]
-        self._chain, *found = _Join.apply(self, len(first.tokens), self._chain, *blocks, *given.values())
+        self._chain, *found = JoinedBlocks.apply(self.blocks, len(first.tokens), self._chain, *blocks, *given.values())
         shared = first.shared | dict(zip(given, found[len(first.tokens) :]))
         out = first.function(*found[: len(first.tokens)], **shared)
         y = out if isinstance(out, Tensor) else out.o
-        self._chain, *parts = _Part.apply(self, first.one, self._chain, y)
+        self._chain, *parts = PartedBlocks.apply(self.blocks, first.one, self._chain, y)
         parts = parts * len(asked) if first.one else parts
         if isinstance(out, Tensor):
             return parts
@@ -152,7 +145,7 @@ class BlockRuns:
                 groups.append(of_blocks)
                 names.append((name, i))
         loss = [outs[0]["loss"]] if "loss" in outs[0] else []
-        _, *found = _Join.apply(self, len(groups), self._chain, *(t for g in groups for t in g), *loss)
+        _, *found = JoinedBlocks.apply(self.blocks, len(groups), self._chain, *(t for g in groups for t in g), *loss)
         fields: dict[str, Any] = {"loss": found[-1]} if loss else {}
         for (name, i), x in zip(names, found):
             fields[name] = x if i is None else (*fields.get(name, ()), x)
@@ -214,75 +207,6 @@ def _meets(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 def _refuse_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
     if p and training:
         raise UnsupportedError("dropout", "0 with deterministic=True: a rank draws for its own tokens", p)
-
-
-class _Shared(torch.autograd.Function):
-    """Parameters as each block's run has them, and the first link of the chain; their gradients are added exactly."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: ShardedLayout, blocks: int, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.blocks, ctx.like = layout, blocks, [p.detach() for p in parameters]
-        ctx.way_back = layout.cp.comm.agreement.way_back()
-        ctx.set_materialize_grads(False)
-        chain = torch.zeros((), device=layout.cp.device)
-        return chain, *(p.view_as(p) for p in parameters for _ in range(blocks))
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
-        ctx.way_back()
-        layout, n = ctx.layout, ctx.blocks
-        each = [grads[i * n : (i + 1) * n] for i in range(len(ctx.like))]
-        present = torch.tensor([float(any(g is not None for g in of)) for of in each], device=layout.cp.device)
-        if layout.cp.comm.size > 1:  # of experts a rank may meet others
-            present = layout.cp.comm.all_reduce(present, dist.ReduceOp.MAX).wait()
-        out: list[Tensor | None] = []
-        for p, of, some in zip(ctx.like, each, present.tolist()):
-            rows = torch.stack([torch.zeros_like(p) if g is None else g for g in of]) if some else None
-            out.append(None if rows is None else part_of(exact_sum(rows, layout), layout, p))
-        return None, None, *out
-
-
-class _Join(torch.autograd.Function):
-    """Blocks of tensors as these tensors ``[B, T, …]``; the chain and what is shared as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, runs: BlockRuns, count: int, chain: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
-        ctx.runs, ctx.count, n = runs, count, len(runs.places)
-        ctx.set_materialize_grads(False)
-        out = [_whole(x[i * n : (i + 1) * n], runs) for i in range(count)]
-        return chain.view_as(chain), *out, *(t.view_as(t) for t in x[count * n :])
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, chain: Tensor | None, *grads: Tensor | None) -> Any:
-        places, out = ctx.runs.places, []
-        for g in grads[: ctx.count]:
-            out += [None if g is None else filled(g, *place) for place in places]
-        return None, None, chain, *out, *grads[ctx.count :]
-
-
-class _Part(torch.autograd.Function):
-    """A tensor ``[B, T, …]`` as its blocks, or as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, runs: BlockRuns, one: bool, chain: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        ctx.runs, ctx.one, ctx.like = runs, one, None if one else y.detach()[:0]
-        ctx.set_materialize_grads(False)
-        return chain.view_as(chain), *((y.view_as(y),) if one else (filled(y, *place) for place in runs.places))
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, chain: Tensor | None, *grads: Tensor | None) -> Any:
-        if ctx.one or all(g is None for g in grads):
-            return None, None, chain, grads[0]
-        parts = [ctx.like.new_zeros(1, BLOCK, *ctx.like.shape[2:]) if g is None else g for g in grads]
-        return None, None, chain, _whole(parts, ctx.runs)
-
-
-def _whole(blocks: Sequence[Tensor], runs: BlockRuns) -> Tensor:
-    parts = [x[0, : stop - start] for x, (_, start, stop) in zip(blocks, runs.places)]
-    return together(parts, runs.rows, runs.layout.local_length, blocks[0])
 
 
 def in_blocks(

@@ -46,10 +46,10 @@ class ThreadState(NamedTuple):
             undo.enter_context(torch.cuda.stream(self.stream))
 
 
-class Turn:
+class MeetingTurn:
     """One of the functions, and what it says: an error, its result, or what it asks for."""
 
-    def __init__(self, run: Callable[[Turn], Any], state: ThreadState) -> None:
+    def __init__(self, run: Callable[[MeetingTurn], Any], state: ThreadState) -> None:
         self.error: BaseException | None = None
         self.asked: Any = None
         self.result: Any = None
@@ -61,7 +61,7 @@ class Turn:
         self._thread = threading.Thread(target=context.run, args=(self._whole, run, state), daemon=True)
         self._thread.start()
 
-    def _whole(self, run: Callable[[Turn], Any], state: ThreadState) -> None:
+    def _whole(self, run: Callable[[MeetingTurn], Any], state: ThreadState) -> None:
         self._go.acquire()
         try:
             with ExitStack() as undo:
@@ -100,7 +100,9 @@ class Turn:
 
 
 def in_turns(
-    functions: Sequence[Callable[[Turn], Any]], together: Callable[[list[Any]], Sequence[Any]], device: torch.device
+    functions: Sequence[Callable[[MeetingTurn], Any]],
+    together: Callable[[list[Any]], Sequence[Any]],
+    device: torch.device,
 ) -> list[Any]:
     """The results of functions that meet.
 
@@ -113,7 +115,7 @@ def in_turns(
         UnsupportedError: some are done where others ask. What a function or `together` raises.
     """
     state = ThreadState.here(device)
-    turns = [Turn(f, state) for f in functions]
+    turns = [MeetingTurn(f, state) for f in functions]
     try:
         answers: Sequence[Any] = [None] * len(turns)
         while True:
