@@ -23,6 +23,7 @@ from .foreign import told_as_theirs
 from .head import loss_in_chunks
 from .in_blocks import in_blocks
 from .loss import agreed
+from .masks import documents_of_layout
 from .modules import known
 from .split import CacheSupport, SplitModel
 
@@ -147,7 +148,8 @@ class ModelRun:
         before = self.current.call
         try:
             run = _in_blocks if fixed(call.layout) else _in_call
-            out = run(self.original, self.model, self.current, call, keywords)
+            with documents_of_layout():
+                out = run(self.original, self.model, self.current, call, keywords)
         finally:
             self.current.call = before
         if call.targets is not None:
