@@ -16,6 +16,7 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 print(min(4, cores) if importlib.util.find_spec("xdist") else 0)
 EOF
 )"
+unset PYTHONDONTWRITEBYTECODE  # tests start many processes: a module is compiled once, not by each of them
 if [ "$workers" -gt 1 ]; then
     set -- -n "$workers" --dist loadfile "$@"
 fi
