@@ -394,7 +394,7 @@ def test_two_nodes_meet_under_slurm_and_two_pods_train(ranks, tmp_path):
         for pod in pods:
             pod.kill()
     assert [pod.returncode for pod in pods] == [0, 0], said
-    assert "starting: 0.0 M parameters, data 1 × fsdp 1 × context 2" in said
+    assert "0.0 M parameters, data 1 × fsdp 1 × context 2" in said
     assert "going on from step 1 of 2" in said
     logged = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in logged] == [1, 2]
