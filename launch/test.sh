@@ -7,7 +7,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Triton comes with a torch that has CUDA; beside another one its interpreter runs the kernels, where it can be installed.
 if [ "$PYTHON" = "$ROOT/.venv/bin/python" ] && ! "$PYTHON" -c "import triton" 2>/dev/null; then
-    "$PYTHON" -m pip install --quiet -e "${ROOT}[interpreter]" || echo "test: going on without Triton's interpreter" >&2
+    extra="$("$PYTHON" - <<'EOF'
+from importlib.metadata import requires
+print(*(each.partition(";")[0].replace(" ", "") for each in requires("ring_la") if 'extra == "interpreter"' in each))
+EOF
+    )"
+    # shellcheck disable=SC2086  # several words
+    "$PYTHON" -m pip install --quiet --no-compile $extra || echo "test: going on without Triton's interpreter" >&2
 fi
 
 workers="$("$PYTHON" - <<'EOF'
@@ -16,7 +22,6 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 print(min(4, cores) if importlib.util.find_spec("xdist") else 0)
 EOF
 )"
-unset PYTHONDONTWRITEBYTECODE  # tests start many processes: a module is compiled once, not by each of them
 if [ "$workers" -gt 1 ]; then
     set -- -n "$workers" --dist loadfile "$@"
 fi
