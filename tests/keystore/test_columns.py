@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.keystore.columns import Columns, read_columns
+from ring_la.keystore.columns import Columns, by_products
 from tests.support.interpreter import compute_bf16, interpreted
 
 interpreted()
@@ -61,7 +61,7 @@ def test_every_way_is_the_sum(case: str, softcap: float, monkeypatch: pytest.Mon
     monkeypatch.setattr(decode_kernel, "LEAST", 32)  # several parts, some of them empty
     q, keys = draw(*CASES[case])
     want = in_full(q, keys, 0.3, softcap)
-    for way in (decode_kernel.decode_columns, read_columns):
+    for way in (decode_kernel.decode_columns, by_products):
         o, lse = way(q, keys, 0.3, softcap)
         torch.testing.assert_close(o.double(), want[0], atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(lse.double(), want[1], atol=2e-5, rtol=2e-5)
