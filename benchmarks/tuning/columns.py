@@ -1,4 +1,4 @@
-"""A token over keys in columns, by products and by our kernel: `python -m benchmarks.tuning.columns [--arms] --out FILE`.
+"""A token over keys in columns, by products or our kernel: `python -m benchmarks.tuning.columns --out FILE [--arms]`.
 
 bf16, CUDA graphs, µs a call beside the bytes' time at 4.1 TB/s; the error of o against fp64. --arms: the kernel's other
 tiles and waves, too. Sequences x tokens, heads of queries and of keys, channels, rotary channels beside latents.
@@ -46,8 +46,8 @@ def draw(N: int, tokens: int, H: int, heads: int, K: int, R: int) -> tuple[Tenso
 
 def error(q: Tensor, keys: Columns, scale: float) -> float:
     """Of the first sequence."""
-    first = Columns(*(None if x is None else x[:1] for x in keys))  # type: ignore[arg-type]
-    wide = Columns(*(x.double() if x is not None and x.is_floating_point() else x for x in first))  # type: ignore[arg-type]
+    first = Columns(*(None if x is None else x[:1] for x in keys))
+    wide = Columns(*(x.double() if x is not None and x.is_floating_point() else x for x in first))
     want = by_products(q[:1].double(), wide, scale, 0.0)[0]
     return float((decode_kernel.decode_columns(q[:1], first, scale, 0.0)[0] - want).norm() / want.norm())
 
