@@ -22,6 +22,7 @@ from ..checks import check_scale
 from ..context import ShardedLayout
 from ..context.handle import layout_of, number_of
 from ..errors import ArgumentError, SecondDerivativeError, describe_tensor
+from ..kernels.choice import triton_installed
 from ..schemas import declared
 from ..softmax.products import product
 from .arguments import Given, checked
@@ -31,8 +32,6 @@ NUMBERS = 1 << 24
 """Numbers of chosen keys that exist at once in the loss, on a CPU."""
 ON_GPUS = 1 << 28
 """The same on a GPU, which many small strips would leave idle."""
-TAKEN = "torch"
-"""What forms scores on a GPU where nothing is named: `python -m benchmarks.chosen` times both."""
 
 
 @torch.no_grad()
@@ -53,8 +52,8 @@ def lightning_index(
             of which the queries are the last. w: ``[B, T, Hi]``, scales included.
         layout: how the sequence is split; index keys go to every rank. Collective.
         cu_seqlens: documents on one device.
-        backend: what forms scores: "torch", which None takes, or "triton", one kernel on CUDA, right on an
-            H200, whose speed was not measured.
+        backend: what forms scores: "triton", one kernel on CUDA, or "torch". None: "triton" on GPUs where it is
+            installed, but for fp64.
 
     Returns:
         Chosen(places int32 ``[B, T, 1, topk]``, scores ``[B, T, 1, topk]``), as `sparse_attention` and `mla` take them.
@@ -73,7 +72,7 @@ def lightning_index(
     given: Given = dict(q=(q, 4), k=(k, 3), w=(w, 3))
     checked("lightning_index", given, (layout, cu_seqlens), check, topk=topk)
     rows, form, formed = Rows.of(q, layout, cu_seqlens, k if layout is None else None), index_scores, q.shape[2]
-    if backend == "triton" or (backend is None and q.is_cuda and TAKEN == "triton" and q.dtype != torch.float64):
+    if backend == "triton" or (backend is None and q.is_cuda and triton_installed() and q.dtype != torch.float64):
         from .scores_kernel import scores as form  # needs Triton
 
         formed = 1  # heads are summed where they are formed

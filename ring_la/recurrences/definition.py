@@ -31,6 +31,7 @@ class Recurrence(NamedTuple):
         normalizer: q and k of the denominator's own, whose read-out stands in one more column of the output; without a
             direction only.
         decays: the heads' log-decays where every token's are the same: what gives them, or the caller's tensor.
+        wide_queries: q may be fp32 beside narrower k and v; its gradient is then not rounded.
     """
 
     rule: Rule
@@ -40,6 +41,7 @@ class Recurrence(NamedTuple):
     names: Mapping[str, str] = {}
     decays: Callable[[], tuple[float, ...]] | Tensor | None = None
     normalizer: tuple[Tensor, Tensor] | None = None
+    wide_queries: bool = False
 
     def read(self, o: Tensor) -> Tensor:
         """o, of ``scale · Sᵀ q``."""
