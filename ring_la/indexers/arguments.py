@@ -53,7 +53,7 @@ def _check_place(name: str, q: Tensor, layout: object, cu_seqlens: object) -> No
     """Refuse a layout or offsets that do not fit the tokens of `q`."""
     if layout is None:
         if cu_seqlens is not None:
-            check_offsets(cu_seqlens, *q.shape[:2], q.device)
+            check_offsets(cu_seqlens, q.shape[0], q.shape[1], q.device)
         return
     if not isinstance(layout, ShardedLayout):
         raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
