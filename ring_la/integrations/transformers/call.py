@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...context import ShardedLayout
-from .cache import ContinuedRecorder
+from .cache import ContinuedRecorder, WatchedCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class ModelCall:
     agreed: Tensor | None = None
     losses: list[Returned] = field(default_factory=list)
     head: HeadWork | None = None
-    earlier: ContinuedRecorder | None = None
+    earlier: ContinuedRecorder | WatchedCache | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @property
