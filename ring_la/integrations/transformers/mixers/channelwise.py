@@ -45,8 +45,8 @@ def selective_scan(
     g = dt[..., None] * A.float()
     before = None if call.earlier is None else call.earlier.state()
     before = None if before is None else before[..., None].float()
-    options: dict[str, Any] = {"initial_state": before, "output_final_state": return_last_state}
-    out = gla(q, k, (dt * x)[..., None], g, scale=1.0, **options, **call.split)
+    how: dict[str, Any] = dict(scale=1.0, initial_state=before, output_final_state=return_last_state)
+    out = call.operator(gla, q, k, (dt * x)[..., None], g, **how)
     y = out.o[..., 0] if D is None else out.o[..., 0] + x * D.float()
     y = y.transpose(1, 2).to(hidden_states.dtype)
     y = y if z is None else y * F.silu(z)
@@ -60,7 +60,7 @@ def rg_lru(call: ModelCall, layer: Any, *args, **keywords) -> Tensor:
         x, ones = hidden_states.float()[..., None], hidden_states.new_ones(*hidden_states.shape[:2], 1, 1).float()
         smallest = torch.finfo(torch.float32).tiny
         g = recurrent_gate.float().clamp(min=smallest).log()  # documents' first tokens have a = 0 and no state before
-        return simple_gla(ones, ones, x, g, scale=1.0, **call.split).o[..., 0].to(hidden_states.dtype), None
+        return call.operator(simple_gla, ones, ones, x, g, scale=1.0).o[..., 0].to(hidden_states.dtype), None
 
     return Overriding(layer, _rnn_scan=scan).forward(*args, **keywords)
 
@@ -70,7 +70,8 @@ def griffin_block(call: ModelCall, layer: Any, *args, use_cache: bool | None = N
 
     def convolve(x: Tensor) -> Tensor:
         conv = layer.conv_1d
-        return short_conv(x.transpose(1, 2), conv.weight[:, 0], conv.bias, None, **call.split).o.transpose(1, 2)
+        weights = dict(weight=conv.weight[:, 0], bias=conv.bias)
+        return call.operator(short_conv, x.transpose(1, 2), **weights).o.transpose(1, 2)
 
     return Overriding(layer, conv_1d=convolve).forward(*args, use_cache=False, **keywords)
 
