@@ -87,7 +87,7 @@ SCANS = {
 }
 """Mamba-1, whose scans go on from earlier tokens in ours alone: those of the library begin anew."""
 MIXERS = {
-    **SCANS,  # type: ignore[dict-item]
+    **SCANS,
     "RecurrentGemmaRecurrentBlock": griffin_block,
     "RecurrentGemmaRglru": rg_lru,
 }
