@@ -16,6 +16,7 @@ its own token's writes is added behind the scan.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ..blockwise import by_block, exact_sum, fixed
 from ..blockwise.sums import part_of
 from ..context import ShardedLayout
 from ..conv import token_shift
+from ..errors import ArgumentError
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from ..running_sum import running_sum
@@ -75,6 +77,15 @@ def token_of_ranks(
     return (h, B.transpose(1, 2), x, phi), torch.stack(o, 1)
 
 
+def _halves(sizes: Mapping[str, int]) -> None:
+    """Refuse angles that are not one for two channels."""
+    K, R = sizes["K"], sizes["R"]
+    if K % 2:
+        raise ArgumentError("B", "an even number of channels", K)
+    if R != K // 2:
+        raise ArgumentError("theta", f"an angle for two of the {K} channels of B, {K // 2} last", R)
+
+
 @recurrence(
     paper="Lahoti et al. 2026, arXiv 2603.15569, the SISO form",
     equation="S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ, B and C turned by Σ θ",
@@ -84,6 +95,7 @@ def token_of_ranks(
     states=("HKV", "HK", "HV", "HR"),
     sizes=dict(R=3),
     same_bits=True,
+    check=_halves,
 )
 def mamba3(
     x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor,
@@ -121,6 +133,7 @@ def mamba3(
     states=("HKV", "HNK", "HV", "HR"),
     sizes=dict(R=3, N=2),
     same_bits=True,
+    check=_halves,
 )  # fmt: skip
 def mamba3_mimo(
     x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor, up: Tensor,

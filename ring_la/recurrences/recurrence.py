@@ -54,6 +54,7 @@ def recurrence(
     flags: Mapping[str, object] = MappingProxyType({}),
     sizes: Mapping[str, int] = MappingProxyType({}),
     same_bits: bool = False,
+    check: Callable[[Mapping[str, int]], None] | None = None,
 ) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
@@ -71,6 +72,7 @@ def recurrence(
         flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
         same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
             deterministic layouts are refused.
+        check: of a whole call: refuses sizes, by letter, that do not fit together, before ranks send anything.
     """
 
     def define(describe: Callable[..., Any]) -> Public:
@@ -78,7 +80,7 @@ def recurrence(
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
             loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
-        rest = default_scale, states, flags, sizes, same_bits
+        rest = default_scale, states, flags, sizes, same_bits, check
         return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (9, 33, 70)
 INDUCTOR = [("gdn", "chunk"), ("deltanet", "recurrent")]
-SAME = "gdn", "hgrn2", "lightning", "preconditioned_kda"
+SAME = "gdn", "hgrn2", "lightning", "preconditioned_kda", "lightnet", "abc"
 """Made of what others here are made of."""
-BROKEN = ("nsa", "dsa", "moba", "ttt")
-"""They break the graph."""
+BROKEN = ("nsa", "dsa", "moba", "ttt", "momentum_deltanet", "log_linear_mamba2")
+"""They break the graph, or have one a length."""
 TRACED = [name for name in NAMES if name not in (*SAME, *BROKEN)]
 
 
