@@ -24,13 +24,13 @@ from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..blockwise import by_block, by_element, fixed
 from ..context import ShardedLayout
 from ..context.handle import enter
-from ..errors import UnsupportedError
+from ..errors import RingLAError, UnsupportedError
 from ..kernels import state_dtype
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
 from . import composed_operator
 from .agreement import Flags
-from .arguments import Argument
+from .arguments import Argument, check_arguments
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 from .operator import RecurrenceOthers, names_of, split_recurrence
@@ -150,7 +150,14 @@ def _run(
     def described() -> Recurrence:
         if transformed() and options.backend != "reference":
             refuse_transforms(_given(call, options))
-        return call()
+        try:
+            return call()
+        except RingLAError:
+            raise
+        except Exception:  # before any check: of tensors that are not what the definition says, its words say more
+            given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
+            check_arguments(definition.arguments, {n: x for n, x in given.items() if n in definition.arguments})
+            raise
 
     r, decays = agreed(definition.name, described, options, flags)
     if options.backend == "reference":

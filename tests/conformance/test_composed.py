@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ring_la
+from ring_la.define import KEY, QUERY, VALUE, Argument, Inputs, Recurrence, Rule, recurrence
 from ring_la.outputs import LinearAttentionOutput
 from ring_la.testing.examples import make_arguments
 from ring_la.testing.recurrences import TOLERANCE, Truth, check_recurrence, errors
@@ -86,6 +87,12 @@ def test_ttt_goes_on_within_a_mini_batch_and_makes_no_states_unasked(ranks):
         assert without < having
 
 
+@recurrence(paper="of one's own", arguments=dict(q=QUERY, k=KEY, v=VALUE, tau=Argument("H")))
+def leaky(q, k, v, tau):
+    """A decay a head, which fails of itself where it does not fit."""
+    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, -tau.exp().expand(v.shape[:3])))
+
+
 def angles_of_another_width(rank: int) -> list[str]:
     """What Mamba-3 says where one rank's angles do not fit: on every rank, and before it sends anything."""
     layout, said = ring_la.ContextParallel(group(), timeout=20).layout(24), []
@@ -95,6 +102,9 @@ def angles_of_another_width(rank: int) -> list[str]:
         with pytest.raises(ring_la.RingLAError) as caught:
             getattr(ring_la, name)(**x, layout=layout)
         said.append(str(caught.value))
+    q = torch.zeros(1, layout.local_length, 2, 4)
+    with pytest.raises(ring_la.RingLAError, match=r"tau: expected \[H\] = \[2\], got \[3\]"):
+        leaky(q, q, q, torch.zeros(3 if rank == 0 else 2), layout=layout)
     return said
 
 
