@@ -57,6 +57,7 @@ def token(
     token=token,
     states=("HKK", "HKV"),
     flags=dict(steps=30),
+    opaque=True,
     same_bits=True,
 )
 def mesa_net(

@@ -141,7 +141,7 @@ def compiled(rank: int, P: int, kind: str, backend: str | None) -> dict[str, Ten
 
 def test_compiled_steps_have_the_same_bits(ranks):
     one = ranks.run(1, compiled, 1, "contiguous", None)[0]
-    for some in ranks.run(2, compiled, 2, "zigzag", "aot_eager"):
+    for some in ranks.run(2, compiled, 2, "zigzag", "inductor"):
         assert not differing(one, some)
 
 

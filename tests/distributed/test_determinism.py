@@ -102,10 +102,8 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     own, x = {n[1:]: x[n] for n in others}, {n: x[n] for n in shapes}
     with pytest.raises(ring_la.UnsupportedError, match=r"^form: "):
         ring_la.mla(**x, form="absorbed", layout=layout)
-    q, sinks = x["q"], torch.zeros(3, requires_grad=True)
+    q, sinks = x["q"], torch.linspace(-1, 1, 3).requires_grad_()
     joint = torch.zeros(1, 2, 3, 13, requires_grad=True)
-    with pytest.raises(ring_la.UnsupportedError, match=r"^sinks: .* wants no gradient"):
-        ring_la.attention(q, q, q, sinks=sinks, layout=layout)
     other = cp.layout(171, kind)
     rows = other.shard(torch.zeros(1, 171, 3, 13))
     with pytest.raises(ring_la.UnsupportedError, match=r"^joint_k: .* wants no gradient"):
@@ -116,7 +114,10 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     o = ring_la.mla(**x, layout=layout).o
     do, dlse = torch.randn(1, 171, 3, 5, generator=rng), torch.rand(1, 3, 171, generator=rng)
     forgot = ring_la.forgetting_attention(**own | {"g": -own["g"].abs()}, layout=layout)
-    loss = (forgot.o * layout.shard(do)).sum() + (forgot.lse * layout.shard(dlse, 2)).sum()
+    sunk = ring_la.attention(own["q"], own["k"], own["v"], sinks=sinks, layout=layout)
+    loss = (forgot.o * layout.shard(do)).sum() + ((forgot.lse + sunk.lse) * layout.shard(dlse, 2)).sum()
+    loss = loss + (sunk.o * layout.shard(do)).sum()
+    x["w sinks"] = sinks
     x |= {f"forgetting {n}": t for n, t in own.items()}
     grads = torch.autograd.grad((o * layout.shard(do)).sum() + loss, list(x.values()))
     whole = [cp.comm.all_reduce(d).wait() if n[0] == "w" else layout.gather(d) for n, d in zip(x, grads)]
