@@ -10,11 +10,8 @@ of levels: the dense transition of `algebra`, on states ``[levels, K·V]``. So o
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
 from typing import Any, NamedTuple
 
->>>>>>> main
 import torch
 from torch import Tensor
 
@@ -78,11 +75,11 @@ def log_linear_attention(
     Raises:
         ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
-<<<<<<< HEAD
     states = initial_state, first, output_final_state
-    if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout):
+    if torch.compiler.is_compiling() and (layout is None or isinstance(layout, ShardedLayout)):
         if initial_state is None and not output_final_state:
-            return LinearAttentionOutput(_operator(q, k, v, g, lam, layout.number, scale, backend), None)
+            others = LogLinearOthers(cu_seqlens, number_of(layout), scale, backend)
+            return LinearAttentionOutput(_operator(q, k, v, g, lam, *others), None)
         return _apart(LogLinearInputs(q, k, v, g, lam), scale, states, layout, cu_seqlens, backend)
     return _called(LogLinearInputs(q, k, v, g, lam), scale, states, layout, cu_seqlens, backend)
 
@@ -111,18 +108,6 @@ def _called(
 
 
 _apart = outside_graphs(_called)
-=======
-    if torch.compiler.is_compiling() and (layout is None or isinstance(layout, ShardedLayout)):
-        others = LogLinearOthers(cu_seqlens, number_of(layout), scale, backend)
-        return LinearAttentionOutput(_operator(q, k, v, g, lam, *others), None)
-    x = LogLinearInputs(q, k, v, g, lam)
-    own = ("scale", scale), ("backend", backend)
-    facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), *own)  # noqa: E731
-    check = lambda: _check(x, scale, layout, cu_seqlens, backend)  # noqa: E731
-    longest = check_together("log_linear_attention", layout, check, facts)
-    with full_precision(v):
-        return LinearAttentionOutput(_run(x, scale, longest, layout, cu_seqlens, backend), None)
->>>>>>> main
 
 
 class LogLinearOthers(NamedTuple):
