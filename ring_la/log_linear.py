@@ -15,25 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import full_precision
+from .autograd import full_precision, outside_graphs
 from .blockwise import fixed
-from .checks import FLOATS, check_scale, check_split
+from .checks import FLOATS, check_flag, check_scale, check_split
+from .comm.replicated import Replicated
 from .context import ShardedLayout, check_together
 from .context.handle import layout_of, number_of
 from .context.operator import SplitOperator
 from .errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from .kernels.fenwick.operator import log_linear, unsupported
-from .kernels.fenwick.plain import LogLinearInputs, level_of, within
+from .kernels.fenwick.plain import LogLinearInputs, within
+from .levels import LevelStates, cut, of_others, one_device, runs_of
+from .linear.states import with_rows, without_rows
 from .outputs import LinearAttentionOutput
 from .schemas import declared, taken_apart
-
-
-class LocalRun(NamedTuple):
-    """Consecutive local tokens of one document, from this position in it on."""
-
-    start: int
-    stop: int
-    position: int
 
 
 def log_linear_attention(
@@ -44,6 +39,9 @@ def log_linear_attention(
     lam: Tensor,
     *,
     scale: float | None = None,
+    initial_state: Tensor | None = None,
+    first: int | tuple[int, ...] = 0,
+    output_final_state: bool = False,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
@@ -60,27 +58,56 @@ def log_linear_attention(
         g: log-decay ``[B, T, H]``, ≤ 0. lam: weights of the levels ``[B, T, H, L]``; the longest document, of n tokens,
             has ``(n − 1).bit_length() + 1`` of them, and L is at least that.
         scale: multiplies ``qᵀk``; None: K**-0.5.
+        initial_state: the levels before each document, ``[N, H, L, K, V]``; N is B, or the number of packed documents.
+            Replicated under a layout; its gradient is the whole one on every rank.
+        first: tokens that each document's initial state has seen, one int for all or a tuple of N; positions go on
+            from there, and documents are so much longer.
+        output_final_state: also return the levels after each document, on every rank; gradients flowing into them are
+            summed over the ranks.
         layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
         cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device; read on the host.
         backend: "triton" (on CUDA; head sizes up to 128, q, k and v of one dtype), "torch" (PyTorch's operations, on
             every device) or None, the first that can.
 
     Returns:
-        LinearAttentionOutput(o ``[B, T, H, V]`` in v's dtype, None): there are no states to go on from.
+        LinearAttentionOutput(o ``[B, T, H, V]`` in v's dtype, the levels or None): fp32, or fp64 of fp64 values.
 
     Raises:
         ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
+    states = initial_state, first, output_final_state
     if torch.compiler.is_compiling() and (layout is None or isinstance(layout, ShardedLayout)):
-        others = LogLinearOthers(cu_seqlens, number_of(layout), scale, backend)
-        return LinearAttentionOutput(_operator(q, k, v, g, lam, *others), None)
-    x = LogLinearInputs(q, k, v, g, lam)
-    own = ("scale", scale), ("backend", backend)
-    facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), *own)  # noqa: E731
-    check = lambda: _check(x, scale, layout, cu_seqlens, backend)  # noqa: E731
-    longest = check_together("log_linear_attention", layout, check, facts)
-    with full_precision(v):
-        return LinearAttentionOutput(_run(x, scale, longest, layout, cu_seqlens, backend), None)
+        if initial_state is None and not output_final_state:
+            others = LogLinearOthers(cu_seqlens, number_of(layout), scale, backend)
+            return LinearAttentionOutput(_operator(q, k, v, g, lam, *others), None)
+        return _apart(LogLinearInputs(q, k, v, g, lam), scale, states, layout, cu_seqlens, backend)
+    return _called(LogLinearInputs(q, k, v, g, lam), scale, states, layout, cu_seqlens, backend)
+
+
+Given = tuple[Tensor | None, int | tuple[int, ...], bool]
+"""What a call says of states: the initial one, the tokens it has seen, whether the final one is wanted."""
+
+
+def _called(
+    x: LogLinearInputs, scale: float | None, given: Given, layout: ShardedLayout | None, cu_seqlens: Tensor | None,
+    backend: str | None,
+) -> LinearAttentionOutput:  # fmt: skip
+    """A call, checked."""
+    state, first, final = given
+    own = ("scale", scale), ("backend", backend), ("first", first), ("output_final_state", final)
+    before = ("initial_state", None if state is None else Facts.of(state) if isinstance(state, Tensor) else state)
+    facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), before, *own)  # noqa: E731
+
+    def check() -> tuple[int, ...]:
+        _check(x, scale, layout, cu_seqlens, backend)
+        return _seen(x, given, layout, cu_seqlens)
+
+    seen = check_together("log_linear_attention", layout, check, facts)
+    with full_precision(x.v):
+        return _run(x, scale, seen, given, layout, cu_seqlens, backend)
+
+
+_apart = outside_graphs(_called)
 
 
 class LogLinearOthers(NamedTuple):
@@ -115,26 +142,38 @@ _operator = SplitOperator(
 
 
 def _run(
-    x: LogLinearInputs, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None,
-    backend: str | None,
-) -> Tensor:  # fmt: skip
+    x: LogLinearInputs, scale: float | None, seen: tuple[int, ...], given: Given, layout: ShardedLayout | None,
+    cu_seqlens: Tensor | None, backend: str | None,
+) -> LinearAttentionOutput:  # fmt: skip
     """A checked call, in fp32 or wider."""
     H, factor = x.v.shape[2], float(x.q.shape[3] ** -0.5 if scale is None else scale)
-    runs = _runs(layout, [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist())
-    dtype = torch.promote_types(x.v.dtype, torch.float32)
+    cu = [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    segments = runs_of(layout, cu, seen)
+    dtype, (state, _, final) = torch.promote_types(x.v.dtype, torch.float32), given
+    packed = cu_seqlens is not None or (layout is not None and layout.packed)
     kernels = _by_kernels(x, backend)
-    wide = x
-    if layout is not None or not kernels:
+    wide, plain = x, state is None and not final
+    if layout is not None or not kernels or not plain:
         q, k = (t.to(dtype).repeat_interleave(H // t.shape[2], 2) for t in x[:2])
         wide = LogLinearInputs(q * factor, k, *(t.to(dtype) for t in x[2:]))
-    every = [run for segment in runs for run in segment]
+    every = [run for segment in segments for run in segment]
     if kernels:
-        o = log_linear(*x, [n for run in every for n in run], factor)
+        o = log_linear(*x, [n for run in every for n in run[:3]], factor)
     else:
-        o = torch.cat([wide.v[:, :0], *(within(_cut(wide, run), run.position) for run in every)], 1)
+        o = torch.cat([wide.v[:, :0], *(within(cut(wide, run), run.position) for run in every)], 1)
+    if state is not None:
+        state = state.to(dtype) if layout is None else Replicated.apply(state.to(dtype), layout.cp.comm)
+        state = with_rows(state, packed)  # type: ignore[arg-type]
+    more, ends = None, None
     if layout is not None:
-        o = o + _of_others(wide, runs, layout, longest.bit_length())
-    return o.to(x.v.dtype)
+        longest = max(b - a + n for a, b, n in zip(layout.cu_seqlens, layout.cu_seqlens[1:], seen))
+        levels = longest.bit_length() if plain else x.lam.shape[3]
+        more, ends = of_others(wide, segments, layout, LevelStates(state, levels, final))
+    elif not plain:
+        states = LevelStates(state, x.lam.shape[3], final)
+        more, ends = one_device(wide, every, states, len(seen) if packed else 1)
+    o = o if more is None else o + more
+    return LinearAttentionOutput(o.to(x.v.dtype), None if ends is None else without_rows(ends, packed))
 
 
 def _by_kernels(x: LogLinearInputs, backend: str | None) -> bool:
@@ -144,8 +183,8 @@ def _by_kernels(x: LogLinearInputs, backend: str | None) -> bool:
 
 def _check(
     x: LogLinearInputs, scale: object, layout: ShardedLayout | None, cu_seqlens: Tensor | None, backend: str | None
-) -> int:
-    """Refuse what does not fit; the length of the longest document."""
+) -> None:
+    """Refuse what does not fit."""
     for name, t in zip(LogLinearInputs._fields, x):
         dims = 3 if name == "g" else 4
         if not isinstance(t, Tensor) or t.dim() != dims or t.dtype not in FLOATS:
@@ -165,98 +204,33 @@ def _check(
     if backend == "triton" and x.v.numel() and (why := unsupported(*x)):
         raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     check_split(T, B, layout, cu_seqlens, x.v.device, "q")
-    cu = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    if layout is not None:
-        cu = list(layout.cu_seqlens)
-    longest = max(b - a for a, b in zip(cu, cu[1:]))
-    if longest and x.lam.shape[3] < (levels := (longest - 1).bit_length() + 1):
-        raise ArgumentError("lam", f"{levels} levels or more for documents of {longest} tokens", x.lam.shape[3])
-    return longest
 
 
-def _runs(layout: ShardedLayout | None, cu: list[int]) -> list[list[LocalRun]]:
-    """The runs of each local segment, of one device where there is no layout."""
-    if layout is None:
-        return [[LocalRun(a, b, 0) for a, b in zip(cu, cu[1:]) if b > a]]
-    segments, at = [], 0
-    for s in layout.local_segments():
-        runs = []
-        for p in layout.pieces_of(s):
-            runs.append(LocalRun(at, at + len(p), p.start - layout.cu_seqlens[p.document]))
-            at += len(p)
-        segments.append(runs)
-    return segments
-
-
-def _of_others(x: LogLinearInputs, segments: list[list[LocalRun]], layout: ShardedLayout, levels: int) -> Tensor:
-    """What tokens see of segments before theirs: each segment as a map of levels, their exchange, and what the
-    levels that enter add to outputs."""
-    maps = [_map(x, runs, levels) for runs in segments]
-    B, H, K, V = x.v.shape[0], *x.k.shape[2:], x.v.shape[3]
-    # empty parts that depend on the inputs: so the exchange is in the graph of ranks without tokens, too
-    none = (
-        x.v.new_zeros(B, 0, H, levels, levels) + x.g.sum(),
-        x.v.new_zeros(B, 0, H, levels, K * V) + (x.k.sum() + x.v.sum()),
-    )
-    A, b = (torch.cat([empty, *(m[i][:, None] for m in maps)], 1) for i, empty in enumerate(none))
-    borders = layout.kept(_of_segments, lambda: _of_segments(layout))
-    entering = layout.cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
-    out = [x.v[:, :0] + entering.sum()]
-    for i, runs in enumerate(segments):
-        for n, run in enumerate(runs):
-            later = n > 0 or not run.position
-            part = _cut(x, run)
-            out.append(torch.zeros_like(part.v) if later else _from_before(part, run.position, entering[:, i]))
-    return torch.cat(out, 1)
-
-
-def _cut(x: LogLinearInputs, run: LocalRun) -> LogLinearInputs:
-    return LogLinearInputs(*(t[:, run.start : run.stop] for t in x))
-
-
-def _first_of(position: int, level: int) -> int | None:
-    """The first token of the level that this position finds; None where it has none."""
-    return (position >> level) << level if position >> (level - 1) & 1 else None
-
-
-# -- borders ---------------------------------------------------------------------------------------------------
-
-
-def _of_segments(layout: ShardedLayout) -> ShardedLayout:
-    """One place a segment, split as they are."""
-    return layout.cp.layout(len(layout.segments), layout.kind, multiple_of=1)
-
-
-def _map(x: LogLinearInputs, runs: list[LocalRun], levels: int) -> tuple[Tensor, Tensor]:
-    """What a segment does to levels 1 … `levels`: ``A [B, H, L, L]``, ``b [B, H, L, K·V]``."""
-    B, H, K, V = x.v.shape[0], *x.k.shape[2:], x.v.shape[3]
-    if not runs:
-        eye = torch.eye(levels, dtype=x.v.dtype, device=x.v.device)
-        return eye.expand(B, H, -1, -1), x.v.new_zeros(B, H, levels, K * V)
-    run = runs[-1]
-    part, end = _cut(x, run), run.position + run.stop - run.start
-    c = part.g.cumsum(1)
-    k = part.k * (c[:, -1:] - c).exp()[..., None]
-    written, moves = [], torch.zeros(levels, levels, dtype=x.v.dtype)
-    for level in range(1, levels + 1):
-        first = _first_of(end, level)
-        begin, stop = (0, 0) if first is None else (first - run.position, first + (1 << (level - 1)) - run.position)
-        rows = slice(max(begin, 0), max(stop, 0))
-        written.append(torch.einsum("bthk,bthv->bhkv", k[:, rows], part.v[:, rows]).flatten(2))
-        before = _first_of(run.position, level)
-        if before is not None and len(runs) == 1:
-            moves[int(level_of(end, before)) - 1, level - 1] = 1
-    return c[:, -1].exp()[..., None, None] * moves.to(x.v.device), torch.stack(written, 2)
-
-
-def _from_before(x: LogLinearInputs, position: int, entering: Tensor) -> Tensor:
-    """What the levels ``[B, H, L, K, V]`` that enter a run add to its outputs."""
-    at = position + torch.arange(x.v.shape[1], device=x.v.device)
-    decay, out = x.g.cumsum(1).exp(), torch.zeros_like(x.v)
-    for level in range(1, entering.shape[2] + 1):
-        first = _first_of(position, level)
-        if first is not None:
-            now = level_of(at, first)[None, :, None, None].expand(*x.g.shape, 1)
-            weight = x.lam.gather(-1, now) * decay[..., None]
-            out = out + weight * torch.einsum("bthk,bhkv->bthv", x.q, entering[:, :, level - 1])
-    return out
+def _seen(
+    x: LogLinearInputs, given: Given, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+) -> tuple[int, ...]:  # fmt: skip
+    """The tokens before each document, of a call whose states fit."""
+    state, first, final = given
+    cu = [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    packed, cu = cu_seqlens is not None, cu if layout is None else list(layout.cu_seqlens)
+    packed = packed or (layout is not None and layout.packed)
+    documents = len(cu) - 1
+    check_flag("output_final_state", final)
+    seen = first if isinstance(first, tuple) else (first,) * documents
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in seen):
+        raise ArgumentError("first", "an int ≥ 0, or a tuple of them", repr(first))
+    if len(set(seen)) == 1 and not packed:
+        seen = seen[:1]
+    if len(seen) != documents:
+        raise ArgumentError("first", f"an int, or a tuple of {documents}", repr(first), "Rows go on together")
+    if state is None and any(seen):
+        raise ArgumentError("first", "0 without an initial_state", repr(first))
+    L = x.lam.shape[3]
+    if state is not None:
+        shape = [documents if packed else x.v.shape[0], x.v.shape[2], L, x.k.shape[3], x.v.shape[3]]
+        if not isinstance(state, Tensor) or list(state.shape) != shape or state.dtype not in FLOATS:
+            raise ArgumentError("initial_state", f"a float tensor [N, H, L, K, V] = {shape}", describe_tensor(state))
+    longest = max(b - a + n for a, b, n in zip(cu, cu[1:], seen))
+    if longest and L < (levels := (longest - 1).bit_length() + 1):
+        raise ArgumentError("lam", f"{levels} levels or more for documents of {longest} tokens", L)
+    return seen

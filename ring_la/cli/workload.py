@@ -32,6 +32,7 @@ RECURRENCES = {
     "mlstm": "simple_gla", "rwkv6": "gla", "hgrn": "simple_gla", "gsa": "gla", "mamba3": "simple_gla",
     "ttt": "delta_rule", "preconditioned_gdn": "gated_delta_rule", "preconditioned_kda": "kda",
     "momentum_deltanet": "gated_delta_rule", "mesa_net": "simple_gla", "lightnet": "gla", "abc": "gla",
+    "log_linear_mamba2": "simple_gla",
 }  # fmt: skip
 """Layer: the recurrence of `ring-la bench scan` whose rate stands for it (the same rule, or the next dearer one)."""
 PROBE = 128

@@ -15,6 +15,7 @@ from .hgrn import HGRN
 from .latent import MultiheadLatentAttention
 from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
+from .log_linear import LogLinearMamba2
 from .mamba2 import Mamba2
 from .mamba3 import Mamba3
 from .mesa import MesaNet
@@ -63,6 +64,7 @@ LAYERS: dict[str, type[Layer]] = {
     "mesa_net": MesaNet,
     "lightnet": LightNet,
     "abc": ABCAttention,
+    "log_linear_mamba2": LogLinearMamba2,
 }
 """Names of the layers in a model's list."""
 
@@ -89,6 +91,7 @@ __all__ = [
     "LightNet",
     "LightningAttention",
     "LinearAttention",
+    "LogLinearMamba2",
     "MLSTM",
     "Mamba2",
     "Mamba3",

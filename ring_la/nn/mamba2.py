@@ -62,7 +62,7 @@ class Mamba2(Layer):
         divide("groups", num_heads, groups)
         self.num_heads, self.groups, self.mode, self.backend = num_heads, groups, mode, backend
         self.parts = [inner, groups * state_dim, groups * state_dim]
-        self.widths = [inner, sum(self.parts), num_heads]
+        self.widths = [inner, sum(self.parts), num_heads, *self.more_widths(num_heads)]
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
         self.conv = ShortConv(sum(self.parts), conv_width, bias=True)
         low, high = (math.log(t) for t in dt_range)
@@ -71,6 +71,10 @@ class Mamba2(Layer):
         self.D = nn.Parameter(torch.ones(num_heads))
         self.norm = RMSNorm(inner)
         self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def more_widths(self, num_heads: int) -> list[int]:
+        """Of what else the input projection gives."""
+        return []
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
@@ -91,6 +95,9 @@ class Mamba2(Layer):
             backend=self.backend,
             **call.keywords,
         )
+        return LayerOutput(self.behind(y, z, call), LayerState(S, tail) if call.output_state else None)
+
+    def behind(self, y: Tensor, z: Tensor, call: LayerCall) -> Tensor:
+        """The output, of heads y and the gate."""
         gated = call.rows(lambda y, z: y * F.silu(z), merge_heads(y), z)
-        o = call.rows(self.out_proj, call.rows(self.norm, gated))
-        return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
+        return call.rows(self.out_proj, call.rows(self.norm, gated))

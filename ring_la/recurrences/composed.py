@@ -44,6 +44,8 @@ def run_composed(
         if transformed() and options.backend != "reference":
             refuse_transforms((*tensors.items(), ("initial_state", None)))
         sizes = check_arguments(definition.arguments, tensors)
+        if definition.check is not None:
+            definition.check(sizes)
         _check(definition, options, sizes, tensors)
     except RingLAError as e:
         error = e

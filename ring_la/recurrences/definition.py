@@ -96,6 +96,7 @@ class Definition:
         sizes: for examples, those of its own letters.
         same_bits: of one made of others: what it does to tokens goes through `ring_la.by_block`, so that under a
             deterministic layout its bits do not depend on the split; else such a layout is refused.
+        check: of one made of others: refuses sizes, by letter, that do not fit together.
         opaque: of one made of others: on one device, too, it is one node to a compiler, which cannot follow what the
             host does between its parts.
     """
@@ -111,6 +112,7 @@ class Definition:
     flags: Mapping[str, object] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     same_bits: bool = False
+    check: Callable[[Mapping[str, int]], None] | None = None
     opaque: bool = False
 
     @property

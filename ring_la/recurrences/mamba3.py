@@ -16,6 +16,7 @@ its own token's writes is added behind the scan.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,14 @@ from ..blockwise import by_block, exact_sum, fixed
 from ..blockwise.sums import part_of
 from ..context import ShardedLayout
 from ..conv import token_shift
-from ..linear import Seams
+from ..errors import ArgumentError
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from ..running_sum import running_sum
 from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument
 from .definition import CommonOptions
 from .delta_product import steps
+from .neighbours import first_tokens, successors
 from .recurrence import recurrence
 from .retention import simple_gla
 
@@ -75,6 +77,15 @@ def token_of_ranks(
     return (h, B.transpose(1, 2), x, phi), torch.stack(o, 1)
 
 
+def _halves(sizes: Mapping[str, int]) -> None:
+    """Refuse angles that are not one for two channels."""
+    K, R = sizes["K"], sizes["R"]
+    if K % 2:
+        raise ArgumentError("B", "an even number of channels", K)
+    if R != K // 2:
+        raise ArgumentError("theta", f"an angle for two of the {K} channels of B, {K // 2} last", R)
+
+
 @recurrence(
     paper="Lahoti et al. 2026, arXiv 2603.15569, the SISO form",
     equation="S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ, B and C turned by Σ θ",
@@ -84,6 +95,7 @@ def token_of_ranks(
     states=("HKV", "HK", "HV", "HR"),
     sizes=dict(R=3),
     same_bits=True,
+    check=_halves,
 )
 def mamba3(
     x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor,
@@ -121,6 +133,7 @@ def mamba3(
     states=("HKV", "HNK", "HV", "HR"),
     sizes=dict(R=3, N=2),
     same_bits=True,
+    check=_halves,
 )  # fmt: skip
 def mamba3_mimo(
     x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor, up: Tensor,
@@ -158,8 +171,8 @@ def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutp
     start: Any = options.initial_state
     phi = running_sum(theta, layout, options.cu_seqlens, None if start is None else start[3])
     c = (1 - lam) * dt
-    after = _next(c, options)
-    S0 = None if start is None else _entering(start, _first(c, options), up, layout)
+    after = successors(c, options)
+    S0 = None if start is None else _entering(start, first_tokens(c, options), up, layout)
     B, C = by_block(_both_turned, B, C, x, phi, layout=layout)
     written = by_block(_written, x, lam, dt, after, layout=layout, shared=(up,))
     o, S = simple_gla(
@@ -261,58 +274,3 @@ def _own(C: Tensor, B: Tensor, inputs: Tensor, now: Tensor, after: Tensor, scale
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-def _next(c: Tensor, options: CommonOptions) -> Tensor:
-    """Each token's successor in its document, zero after the last."""
-    layout, cu = options.layout, options.cu_seqlens
-    if layout is not None:
-        ranks = range(layout.world_size)
-        return layout.route("successors", lambda: [layout.successors(r) for r in ranks])(c, 1)
-    after = torch.cat([c[:, 1:], torch.zeros_like(c[:, :1])], 1)
-    if cu is None:
-        return after
-    last = torch.isin(torch.arange(1, c.shape[1] + 1, device=c.device), cu)
-    return after.masked_fill(last[:, None], 0)
-
-
-def _first(c: Tensor, options: CommonOptions) -> Tensor:
-    """Each document's first token ``[N, H]``, on every rank; zero where it has none."""
-    layout, cu = options.layout, options.cu_seqlens
-    if layout is not None:
-        return _FirstTokens.apply(layout, c)
-    if c.shape[1] == 0:
-        return c.new_zeros(c.shape[0] if cu is None else cu.numel() - 1, c.shape[2])
-    if cu is None:
-        return c[:, 0]
-    first = c[0].index_select(0, cu[:-1].clamp(max=c.shape[1] - 1))
-    return first.masked_fill((cu.diff() == 0)[:, None], 0)
-
-
-class _FirstTokens(torch.autograd.Function):
-    """Documents' first tokens on every rank. What flows back is whole on every rank already, as the gradient of an
-    initial state is: each takes what belongs to its own tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: ShardedLayout, c: Tensor) -> Tensor:
-        ctx.layout, ctx.shape = layout, c.shape
-        pieces, documents = Seams.of(layout).starts
-        out = c.new_zeros(c.shape[0], layout.num_documents, c.shape[2])
-        out.index_copy_(1, documents, c.index_select(1, _starts(layout, pieces)))
-        with layout.cp.comm.streams.in_order():
-            out = layout.cp.comm.all_reduce(out).wait()
-        return out[0] if layout.packed else out[:, 0]
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        layout = ctx.layout
-        pieces, documents = Seams.of(layout).starts
-        rows = grad[None] if layout.packed else grad[:, None]
-        out = grad.new_zeros(ctx.shape)
-        return None, out.index_copy_(1, _starts(layout, pieces), rows.index_select(1, documents))
-
-
-def _starts(layout: ShardedLayout, pieces: Tensor) -> Tensor:
-    """Where these local pieces start."""
-    return layout.cu_pieces.to(pieces.device).long().index_select(0, pieces)

@@ -101,14 +101,15 @@ def _start(options: CommonOptions, v: Tensor, K: int) -> Tensor:
 @dataclass(frozen=True)
 class MomentumChunks:
     """What chunks are before their states arrive, ``[B, H, chunks, …]``, X being S₀ above M₀ ``[2K, V]``:
-    w = `asked` X − `known`, o = `read` X − `within` w, and X goes on as `kept` X + `written` w."""
+    w = `asked` X − `known`, o = `read` X − `within` w, and X goes on as `map` X + `added`: one product a chunk is
+    all that waits for the one before."""
 
     asked: Tensor
     known: Tensor
     read: Tensor
     within: Tensor
-    kept: Tensor
-    written: Tensor
+    map: Tensor
+    added: Tensor
 
 
 def _chunks(
@@ -120,21 +121,22 @@ def _chunks(
     C = min(n, CHUNK)
     padded = (F.pad(x, (0, 0, 0, 0, 0, -n % C)).transpose(1, 2) for x in (q, k, v, p, g, mu, beta, eta))
     parts = _parts(*(x.unflatten(2, (-1, C)) for x in padded))
-    X, before, w = state.flatten(2, 3), [], []
-    own = (parts.asked, parts.known, parts.kept, parts.written)
-    for asked, known, kept, written in zip(*(x.unbind(2) for x in own)):  # an index each would fill gradients each time
+    X, before = state.flatten(2, 3).flatten(0, 1), []
+    own = (parts.map, parts.added)
+    for A, b in zip(*(x.flatten(0, 1).unbind(1) for x in own)):  # an index each would fill gradients each time
         before.append(X)
-        w.append(asked @ X - known)
-        X = _kept(kept, X) + written @ w[-1]
-    o = parts.read @ torch.stack(before, 2) - parts.within @ torch.stack(w, 2)
+        X = torch.baddbmm(b, A, X)
+    S = torch.stack(before, 1).unflatten(0, state.shape[:2])
+    X = X.unflatten(0, state.shape[:2])
+    o = parts.read @ S - parts.within @ (parts.asked @ S - parts.known)
     return o.flatten(2, 3)[:, :, :n].transpose(1, 2), X.unflatten(2, (2, -1))
 
 
-def _kept(by: Tensor, X: Tensor) -> Tensor:
-    """X after a chunk without its writes: ``by [B, H, 3]`` are a, b and m at the chunk's end."""
-    S, M = X.chunk(2, 2)
-    a, b, m = (x[..., None, None] for x in by.unbind(-1))
-    return torch.cat([a * S - b * M, m * M], 2)
+def _kept(a: Tensor, b: Tensor, m: Tensor, K: int) -> Tensor:
+    """What becomes of X in a chunk without its writes ``[…, 2K, 2K]``: ``a S − b M`` above ``m M``."""
+    eye = torch.eye(K, dtype=a.dtype, device=a.device)
+    parts = torch.stack([a, -b, torch.zeros_like(m), m], -1).unflatten(-1, (2, 2))
+    return torch.einsum("...ij,kl->...ikjl", parts, eye).flatten(-2).flatten(-3, -2)
 
 
 def _parts(
@@ -152,13 +154,18 @@ def _parts(
     right = torch.cat([a1 * p, -b1 * p, v], -1)
     solved = torch.linalg.solve_triangular(N, right, upper=False, unitriangular=True)
     K = k.shape[-1]
+    asked, known = solved.split([2 * K, v.shape[-1]], -1)
+    last = (x[..., -1, :, None] for x in (gamma, D))
+    back, on = (written * x for x in last)
+    writes = torch.cat([-back, on], -1).mT
+    ends = (x[..., -1, 0] for x in (a, b, m))
     return MomentumChunks(
-        asked=solved[..., : 2 * K],
-        known=solved[..., 2 * K :],
+        asked=asked,
+        known=known,
         read=torch.cat([a * q, -b * q], -1),
         within=(q @ written.mT) * gamma,
-        kept=torch.cat([x[..., -1, :] for x in (a, b, m)], -1),
-        written=torch.cat([-written * gamma[..., -1, :, None], written * D[..., -1, :, None]], -1).mT,
+        map=_kept(*ends, K) + writes @ asked,
+        added=-(writes @ known),
     )
 
 

@@ -24,13 +24,13 @@ from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..blockwise import by_block, by_element, fixed
 from ..context import ShardedLayout
 from ..context.handle import enter
-from ..errors import UnsupportedError
+from ..errors import RingLAError, UnsupportedError
 from ..kernels import state_dtype
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
 from . import composed_operator
 from .agreement import Flags
-from .arguments import Argument
+from .arguments import Argument, check_arguments
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 from .operator import RecurrenceOthers, names_of, split_recurrence
@@ -55,6 +55,7 @@ def recurrence(
     sizes: Mapping[str, int] = MappingProxyType({}),
     same_bits: bool = False,
     opaque: bool = False,
+    check: Callable[[Mapping[str, int]], None] | None = None,
 ) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
@@ -72,6 +73,7 @@ def recurrence(
         flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
         same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
             deterministic layouts are refused. opaque: see `Definition`.
+        check: of a whole call: refuses sizes, by letter, that do not fit together, before ranks send anything.
     """
 
     def define(describe: Callable[..., Any]) -> Public:
@@ -79,7 +81,7 @@ def recurrence(
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
             loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
-        rest = default_scale, states, flags, sizes, same_bits, opaque
+        rest = default_scale, states, flags, sizes, same_bits, check, opaque
         return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
@@ -148,7 +150,14 @@ def _run(
     def described() -> Recurrence:
         if transformed() and options.backend != "reference":
             refuse_transforms(_given(call, options))
-        return call()
+        try:
+            return call()
+        except RingLAError:
+            raise
+        except Exception:  # before any check: of tensors that are not what the definition says, its words say more
+            given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
+            check_arguments(definition.arguments, {n: x for n, x in given.items() if n in definition.arguments})
+            raise
 
     r, decays = agreed(definition.name, described, options, flags)
     if options.backend == "reference":

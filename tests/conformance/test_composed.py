@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import ring_la
+from ring_la.define import KEY, QUERY, VALUE, Argument, Inputs, Recurrence, Rule, recurrence
 from ring_la.outputs import LinearAttentionOutput
 from ring_la.testing.examples import make_arguments
 from ring_la.testing.recurrences import TOLERANCE, Truth, check_recurrence, errors
 from tests.support.pool import group
-from tests.support.recurrence_cases import BY_NAME, COMPOSED
+from tests.support.recurrence_cases import BY_NAME, COMPOSED, make_inputs
 
 SPLITS = {
     1: (("small packed", "zigzag", "ring"),),
@@ -84,3 +85,29 @@ def test_ttt_goes_on_within_a_mini_batch_and_makes_no_states_unasked(ranks):
     for error, (without, having) in ranks.run(2, ttt_in_two):
         assert error < 1e-12
         assert without < having
+
+
+@recurrence(paper="of one's own", arguments=dict(q=QUERY, k=KEY, v=VALUE, tau=Argument("H")))
+def leaky(q, k, v, tau):
+    """A decay a head, which fails of itself where it does not fit."""
+    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, -tau.exp().expand(v.shape[:3])))
+
+
+def angles_of_another_width(rank: int) -> list[str]:
+    """What Mamba-3 says where one rank's angles do not fit: on every rank, and before it sends anything."""
+    layout, said = ring_la.ContextParallel(group(), timeout=20).layout(24), []
+    for name in ("mamba3", "mamba3_mimo"):
+        x = make_inputs(name, 1, layout.local_length)
+        x["theta"] = x["theta"][..., : 2 if rank == 0 else 3]
+        with pytest.raises(ring_la.RingLAError) as caught:
+            getattr(ring_la, name)(**x, layout=layout)
+        said.append(str(caught.value))
+    q = torch.zeros(1, layout.local_length, 2, 4)
+    with pytest.raises(ring_la.RingLAError, match=r"tau: expected \[H\] = \[2\], got \[3\]"):
+        leaky(q, q, q, torch.zeros(3 if rank == 0 else 2), layout=layout)
+    return said
+
+
+def test_angles_that_do_not_fit_are_refused_on_every_rank(ranks):
+    for said in ranks.run(2, angles_of_another_width):
+        assert all("theta: expected an angle for two of the 6 channels of B, 3 last, got 2" in text for text in said)

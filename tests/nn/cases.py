@@ -20,6 +20,7 @@ OPTIONS = {
     "mamba2": {"state_dim": 4, "groups": 2},
     "gsa": {"slots": 3},
     "abc": {"slots": 3},
+    "log_linear_mamba2": {"state_dim": 4, "groups": 2, "levels": 9},
     "lightnet": {"key_dim": 3, "gate_rank": 2},
     "mesa_net": {"steps": 6},
     "mamba3": {"state_dim": 4, "groups": 2, "rank": 2},
