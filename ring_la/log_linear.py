@@ -10,6 +10,7 @@ of levels: the dense transition of `algebra`, on states ``[levels, K·V]``. So o
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from .context.operator import SplitOperator
 from .errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from .kernels.fenwick.operator import log_linear, unsupported
 from .kernels.fenwick.plain import LogLinearInputs, level_of, within
+from .layout import Segment
 from .outputs import LinearAttentionOutput
 
 
@@ -181,7 +183,7 @@ def _of_others(x: LogLinearInputs, segments: list[list[LocalRun]], layout: Shard
         x.v.new_zeros(B, 0, H, levels, K * V) + (x.k.sum() + x.v.sum()),
     )
     A, b = (torch.cat([empty, *(m[i][:, None] for m in maps)], 1) for i, empty in enumerate(none))
-    borders = layout.kept(_of_segments, lambda: _of_segments(layout))
+    borders = layout.kept(SegmentPlaces, lambda: SegmentPlaces(layout))
     entering = layout.cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
     out = [x.v[:, :0] + entering.sum()]
     for i, runs in enumerate(segments):
@@ -204,9 +206,16 @@ def _first_of(position: int, level: int) -> int | None:
 # -- borders ---------------------------------------------------------------------------------------------------
 
 
-def _of_segments(layout: ShardedLayout) -> ShardedLayout:
-    """One place a segment, split as they are."""
-    return layout.cp.layout(len(layout.segments), layout.kind, multiple_of=1)
+class SegmentPlaces(ShardedLayout):
+    """One place a segment of a layout, owned as these are, which a layout of as many tokens is not in every kind."""
+
+    def __init__(self, layout: ShardedLayout) -> None:
+        self._owners = [s.owner for s in layout.segments]
+        super().__init__(layout.cp, len(self._owners), layout.kind, None, 1)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(Segment(i, i + 1, owner) for i, owner in enumerate(self._owners))
 
 
 def _map(x: LogLinearInputs, runs: list[LocalRun], levels: int) -> tuple[Tensor, Tensor]:
