@@ -10,7 +10,6 @@ of levels: the dense transition of `algebra`, on states ``[levels, K·V]``. So o
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,13 +18,12 @@ from torch import Tensor
 from .autograd import full_precision
 from .blockwise import fixed
 from .checks import FLOATS, check_scale, check_split
-from .context import ShardedLayout, check_together
+from .context import FollowingLayout, ShardedLayout, check_together
 from .context.handle import found
 from .context.operator import SplitOperator
 from .errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from .kernels.fenwick.operator import log_linear, unsupported
 from .kernels.fenwick.plain import LogLinearInputs, level_of, within
-from .layout import Segment
 from .outputs import LinearAttentionOutput
 
 
@@ -183,7 +181,7 @@ def _of_others(x: LogLinearInputs, segments: list[list[LocalRun]], layout: Shard
         x.v.new_zeros(B, 0, H, levels, K * V) + (x.k.sum() + x.v.sum()),
     )
     A, b = (torch.cat([empty, *(m[i][:, None] for m in maps)], 1) for i, empty in enumerate(none))
-    borders = layout.kept(SegmentPlaces, lambda: SegmentPlaces(layout))
+    borders = layout.kept(_of_segments, lambda: _of_segments(layout))
     entering = layout.cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
     out = [x.v[:, :0] + entering.sum()]
     for i, runs in enumerate(segments):
@@ -206,16 +204,9 @@ def _first_of(position: int, level: int) -> int | None:
 # -- borders ---------------------------------------------------------------------------------------------------
 
 
-class SegmentPlaces(ShardedLayout):
-    """One place a segment of a layout, owned as these are, which a layout of as many tokens is not in every kind."""
-
-    def __init__(self, layout: ShardedLayout) -> None:
-        self._owners = [s.owner for s in layout.segments]
-        super().__init__(layout.cp, len(self._owners), layout.kind, None, 1)
-
-    @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(Segment(i, i + 1, owner) for i, owner in enumerate(self._owners))
+def _of_segments(layout: ShardedLayout) -> FollowingLayout:
+    """One place a segment, split as they are."""
+    return FollowingLayout(layout, [1] * len(layout.segments))
 
 
 def _map(x: LogLinearInputs, runs: list[LocalRun], levels: int) -> tuple[Tensor, Tensor]:
