@@ -73,4 +73,4 @@ def steps(options: CommonOptions, n: int) -> dict[str, object]:
 
 def _longer(layout: ShardedLayout, n: int) -> ShardedLayout:
     cu = [n * c for c in layout.cu_seqlens] if layout.packed else None
-    return FollowingLayout(layout, [n * len(s) for s in layout.segments], cu, n * layout.multiple_of)
+    return FollowingLayout(layout, [n * (s.stop - s.start) for s in layout.segments], cu, n * layout.multiple_of)
