@@ -1,4 +1,5 @@
-"""One token of each sequence over a rank's keys of it, side by side in columns: by products, or by our kernel."""
+"""One token of each sequence over a rank's keys of it, side by side in columns: by products. `decode_kernel.py` does
+it in one launch."""
 
 from __future__ import annotations
 
@@ -7,12 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import traced
-from ..kernels.choice import triton_installed
 from ..softmax.products import product
-
-WIDEST = 512
-"""Channels of a key that the kernel takes."""
 
 
 class Columns(NamedTuple):
@@ -32,12 +28,8 @@ class Columns(NamedTuple):
     """``[N, heads, columns, R]``."""
 
 
-def read_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def by_products(q: Tensor, keys: Columns, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     """What ``q [N, H, K]`` reads: o ``[N, H, V]`` and lse ``[N, H]``, wide; of a token that sees nothing 0 and −∞."""
-    if _by_kernel(q, keys):
-        from .decode_kernel import decode_columns  # needs Triton
-
-        return decode_columns(q, keys, scale, softcap)
     heads, columns = keys.k.shape[1:3]
     scores = _scores(q, keys.k)
     if keys.q2 is not None and keys.k2 is not None:
@@ -53,12 +45,6 @@ def read_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tupl
     values = keys.k if keys.v is None else keys.v
     o = product(weights, values.flatten(0, 1))
     return o.unflatten(0, (-1, heads)).flatten(1, 2), lse.unflatten(0, (-1, heads)).flatten(1)
-
-
-def _by_kernel(q: Tensor, keys: Columns) -> bool:
-    k = keys.k
-    dtypes = q.dtype == k.dtype and k.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return k.is_cuda and triton_installed() and dtypes and k.shape[3] <= WIDEST and not traced(k)
 
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:

@@ -18,10 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autograd import traced
 from ..context import ContextParallel
-from .columns import Columns, read_columns
+from ..kernels.choice import triton_installed
+from .columns import Columns, by_products
 from .decode import merged
-from .store import KeySize
+from .slabs import KeySize
+
+WIDEST = 512
+"""Channels of a key that the kernel takes."""
 
 
 class StaticRows:
@@ -183,9 +188,20 @@ class StaticKeys:
 
     def _attended(self, q: Tensor, read: Columns, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
         """What ``q [rows, 1, H, K]`` reads of all ranks."""
-        o, lse = read_columns(q[:, 0], read, scale, softcap)
+        o, lse = _read(q[:, 0], read, scale, softcap)
         if self.rows.ranks > 1 and self.rows.cp is not None:
             o, lse = merged(self.rows.cp.comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
         if sinks is not None:  # a column of the softmax that has no value
             o = o * torch.exp(lse - torch.logaddexp(lse, sinks.to(lse.dtype)))[..., None]
         return o[:, None].to(q.dtype)
+
+
+def _read(q: Tensor, keys: Columns, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """What this rank's keys give, by the kernel where it can."""
+    k = keys.k
+    dtypes = q.dtype == k.dtype and k.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if not (k.is_cuda and triton_installed() and dtypes and k.shape[3] <= WIDEST) or traced(k):
+        return by_products(q, keys, scale, softcap)
+    from .decode_kernel import decode_columns  # needs Triton
+
+    return decode_columns(q, keys, scale, softcap)
