@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .comm.replicated import SumOverRanks
-from .context import ShardedLayout
+from .context import FollowingLayout, ShardedLayout
 from .kernels.fenwick.plain import LogLinearInputs, level_of
 
 
@@ -123,9 +123,9 @@ def _ends(x: LogLinearInputs, layout: ShardedLayout, states: LevelStates) -> lis
     return [before[:, n] if kept and before is not None else zero for n, kept in enumerate(empty)]
 
 
-def _of_segments(layout: ShardedLayout) -> ShardedLayout:
+def _of_segments(layout: ShardedLayout) -> FollowingLayout:
     """One place a segment, split as they are."""
-    return layout.cp.layout(len(layout.segments), layout.kind, multiple_of=1)
+    return FollowingLayout(layout, [1] * len(layout.segments))
 
 
 def _segment(x: LogLinearInputs, runs: list[LocalRun], states: LevelStates) -> tuple[Tensor, Tensor]:

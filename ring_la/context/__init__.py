@@ -6,7 +6,7 @@ from .grid_layout import GridLayout, UnevenLayout
 from .halo import Arrived, Halo
 from .parallel import ContextParallel
 from .ranks import ContextRanks
-from .sharded import ShardedLayout, check_together
+from .sharded import FollowingLayout, ShardedLayout, check_together
 
 __all__ = [
     "ATTENTION",
@@ -14,6 +14,7 @@ __all__ = [
     "CANONICAL_CHUNK",
     "ContextParallel",
     "ContextRanks",
+    "FollowingLayout",
     "GridLayout",
     "Halo",
     "ShardedLayout",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, RingLAError
+from ..layout import Segment
 from . import moves
 from .agreed import AgreedLayout
 from .arguments import check_labels
@@ -91,6 +93,34 @@ class ShardedLayout(AgreedLayout):
         shape = [1] * ids.dim()
         shape[dim] = -1
         return following.masked_fill(last.view(shape), ignore_index)
+
+
+class FollowingLayout(ShardedLayout):
+    """A layout whose segments belong to the owners of another's, whatever its kind makes of as many tokens.
+
+    Args:
+        layout: the other. lengths: of its segments here, ≥ 1. cu_seqlens, multiple_of: as of any layout.
+    """
+
+    def __init__(
+        self,
+        layout: ShardedLayout,
+        lengths: Sequence[int],
+        cu_seqlens: Sequence[int] | None = None,
+        multiple_of: int = 1,
+    ) -> None:
+        ends = [*accumulate(lengths)]
+        pairs = zip(lengths, ends, layout.segments, strict=True)
+        self._given = tuple(Segment(stop - n, stop, s.owner) for n, stop, s in pairs)
+        super().__init__(layout.cp, ends[-1], layout.kind, cu_seqlens, multiple_of)
+
+    @property
+    def split(self) -> tuple:
+        return (*super().split, self._given)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        return self._given
 
 
 def check_together(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..context import ShardedLayout
+from ..context import FollowingLayout, ShardedLayout
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import DECAY, QUERY, Argument
@@ -73,4 +73,4 @@ def steps(options: CommonOptions, n: int) -> dict[str, object]:
 
 def _longer(layout: ShardedLayout, n: int) -> ShardedLayout:
     cu = [n * c for c in layout.cu_seqlens] if layout.packed else None
-    return ShardedLayout(layout.cp, n * layout.seq_len, layout.kind, cu, n * layout.multiple_of)
+    return FollowingLayout(layout, [n * (s.stop - s.start) for s in layout.segments], cu, n * layout.multiple_of)

@@ -107,14 +107,17 @@ def _of_one_split(subject: Subject, size: int) -> Iterator[dict[str, Any]]:
         yield case("groups of heads", Hk=H // 2)
     if find(subject.operation).gates or subject.operation in ("attention", "mamba2"):
         yield case("hard gates" if subject.operation != "attention" else "sharp scores", hard=True)
-    yield case("an uneven length", T=T + 3)
-    yield case("an uneven length, packed", T=T + 3, cu_seqlens=_offsets(T + 3, part + 1, half + 2))
+    odd = T + size + 1  # no multiple of the ranks: some shards are shorter, and not the last alone
+    yield case("an uneven length", T=odd)
+    yield case("an uneven length, packed", T=odd, cu_seqlens=_offsets(odd, part + 1, half + 2))
     if subject.has_states:
         yield case("states", B=2, states=True)
         yield case("states of documents", cu_seqlens=inside, states=True)
         yield case("states and an empty document", cu_seqlens=tuple(sorted((*inside, inside[2]))), states=True)
     if size > 1:
         yield case("fewer tokens than ranks", T=size - 1)
+    if size > 1 and subject.has_states:
+        yield case("states, fewer tokens than ranks", T=size - 1, states=True)
 
 
 def _zeros(*shape: int) -> Tensor:

@@ -111,6 +111,12 @@ def _of_final_states(case: Case) -> Named:
     yield "each rank gives the state after its own tokens as the final state", Edits(final=own)
     flip = lambda run, rank, right: right.transpose(-1, -2)  # noqa: E731
     yield "the final state is transposed", Edits(final=flip)
+    for step, which in ((1, "before"), (-1, "after")) if case.documents > 1 else ():
+        rolled = lambda run, rank, right, step=step: right.roll(step, 0)  # noqa: E731
+        yield f"final states are those of the documents {which}", Edits(final=rolled)
+    none = lambda run, rank, right: right if len(run.split.tokens[rank]) else right * 0  # noqa: E731
+    if not all(map(len, case.split.tokens)):
+        yield "a rank without tokens gives zero as the final state", Edits(final=none)
     yield "the final state is zero", Edits(final=lambda run, rank, right: torch.zeros_like(right))
     for r in range(case.size):
         gone = lambda run, rank, right, r=r: right if rank == r else torch.zeros_like(right)  # noqa: E731

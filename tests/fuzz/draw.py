@@ -10,22 +10,24 @@ from ring_la.scan import STRATEGIES
 
 from .case import Case
 
-RUNS = ("contiguous", "zigzag")
+RUNS = ("contiguous", "zigzag", "balanced")
 ANY = (*RUNS, "striped")
 WEIGHTS = {r.name: 3.0 for r in RECURRENCES} | {
     "attention": 14, "forgetting_attention": 4, "mla": 6, "sparse_attention": 5, "short_conv": 5, "token_shift": 3,
     "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "grouped_gemm": 3, "decoding": 10, "chosen": 3,
-    "model": 1.5, "resume": 0.15,
+    "model": 1.5, "resume": 0.15, "log_linear_attention": 3, "training": 3, "bits": 6,
 }  # fmt: skip
 """How often an operation is drawn."""
 MAMBA3 = 6
 """Its width of keys: twice the angles of its examples."""
 RESUMING = ("context", "data2", "fsdp2", "fsdp")
+LONG = ("model", "resume", "training", "bits")
+"""They take longer than others."""
 
 
 def draw(rng: Random, small: bool = False) -> Case:
     """Any case; `small`: of at most 24 tokens, and without what takes seconds (models, measuring the group)."""
-    weights = {op: w for op, w in WEIGHTS.items() if not small or op not in ("model", "resume")}
+    weights = {op: w for op, w in WEIGHTS.items() if not small or op not in LONG}
     op = rng.choices(list(weights), list(weights.values()))[0]
     T, cu, B = _tokens(rng, small)
     case = Case(
@@ -173,9 +175,47 @@ def _resume(rng: Random, case: Case) -> Case:
     return case.but(P=4, T=rng.randint(8, 24), cu=None, B=1, dtype="fp64", how=how | {"layers": layers})
 
 
+def _log_linear(rng: Random, case: Case) -> Case:
+    how = {"hard": rng.random() < 0.2 or None, "scale": rng.choice((None, 0.3)), "levels": rng.choice((0, 0, 1, 3))}
+    return case.but(kind=rng.choice(RUNS), how=how)
+
+
+def _training(rng: Random, case: Case) -> Case:
+    from ring_la.nn import LAYERS
+
+    layers = [rng.choice(sorted(set(LAYERS) - {"ttt"})) for _ in range(2)]
+    how = {"layers": layers, "mlp": rng.choice(("swiglu", "swiglu", "moe")), "keep": rng.random() < 0.5 or None,
+           "recompute": rng.choice((None, "block", "mlp"))}  # fmt: skip
+    T = max(2, min(case.T, 40))
+    cu = None if case.cu is None else (*(min(c, T) for c in case.cu[:-1]), T)
+    return case.but(T=T, cu=cu, dtype="fp64", how=how)
+
+
+FIXED = (
+    "attention",
+    "forgetting_attention",
+    "mla",
+    "short_conv",
+    *(r.name for r in RECURRENCES if r.name != "mesa_net"),
+)
+"""What has the same bits in deterministic mode."""
+
+
+def _bits(rng: Random, case: Case) -> Case:
+    of = rng.choice(FIXED)
+    T = rng.randint(1, 260)
+    cu = None if rng.random() < 0.3 else (0, *sorted(rng.randint(0, T) for _ in range(rng.randint(0, 4))), T)
+    plain = _MORE.get(of, _recurrence)(rng, case.but(op=of, T=T, cu=cu, B=1 if cu else case.B, multiple_of=None))
+    off = {"keys": None, "joint": None, "dropout": None, "mode": None, "choices": None, "form": None, "alibi": None}
+    documents = 1 if cu is None else len(cu) - 1
+    how = off | {"of": of, "order": rng.sample(range(documents), documents)}
+    changes = {"T": T, "cu": cu, "deterministic": True, "scan": "ring", "multiple_of": None, "validate": "first"}
+    return plain.but(op="bits", kind=rng.choice(("contiguous", "zigzag")), **changes, how=how)
+
+
 _MORE: dict[str, Callable[[Random, Case], Case]] = {
     "attention": _attention, "forgetting_attention": _forgetting, "mla": _mla, "sparse_attention": _sparse,
     "short_conv": _conv, "token_shift": _conv, "bidirectional": _bidirectional, "scan": _scan, "moves": _moves,
     "loss": _loss, "grouped_gemm": _grouped, "decoding": _decoding, "chosen": _chosen, "model": _model,
-    "resume": _resume,
+    "resume": _resume, "log_linear_attention": _log_linear, "training": _training, "bits": _bits,
 }  # fmt: skip

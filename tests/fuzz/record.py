@@ -70,7 +70,9 @@ class Record:
 
 def dimensions(c: Case) -> dict[str, object]:
     """What cases are counted by."""
-    longest = next(name for name, top in (("1 to 24", 24), ("25 to 70", 70), ("71 to 150", 150)) if c.T <= top)
+    longest = next(
+        name for name, top in (("1 to 24", 24), ("25 to 70", 70), ("71 to 150", 150), ("151 to 260", 260)) if c.T <= top
+    )
     documents = "rows" if c.cu is None else "packed" if len(c.cu) > 2 else "one document"
     out: dict[str, object] = {
         "op": c.op, "P": c.P, "kind": c.kind, "dtype": c.dtype, "tokens": longest, "documents": documents,

@@ -45,7 +45,7 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 KEPT = ("of", "layers", "index", "topk", "size", "block", "choices", "sizes", "cuts", "parts", "W", "vocab", "other",
-        "first", "second", "causal", "window", "rotary", "latent")  # fmt: skip
+        "first", "second", "causal", "window", "rotary", "latent", "order", "levels", "mlp")  # fmt: skip
 """What an operation cannot do without."""
 
 

@@ -87,6 +87,27 @@ def forgetting(case: Case) -> Problem:
     return problem
 
 
+def log_linear(case: Case) -> Problem:
+    numbers, how = Numbers(case), case.how
+    longest = case.T if case.cu is None else max(b - a for a, b in zip(case.cu, case.cu[1:]))
+    levels = max(longest - 1, 0).bit_length() + 1 + how.get("levels", 0)
+    tokens = {n: numbers.normal(case.B, case.T, h, d) for n, h, d in
+              (("q", case.Hk, case.K), ("k", case.Hk, case.K), ("v", case.H, case.V))}  # fmt: skip
+    tokens["g"] = -torch.logspace(-3, 0.5, case.H, dtype=torch.float64) * numbers.uniform(case.B, case.T, case.H)
+    if how.get("hard"):
+        tokens["g"] = torch.where(numbers.normal(*tokens["g"].shape) > 1.2, -40.0, tokens["g"])
+    tokens["lam"] = numbers.normal(case.B, case.T, case.H, levels)
+    options = {"scale": how.get("scale")}
+
+    def truth(x: Tensors) -> Tensors:
+        return {"o": reference.log_linear_attention(**x, **options, cu_seqlens=case.cu).o}
+
+    def ours(x: Tensors, here: Here) -> Tensors:
+        return {"o": ring_la.log_linear_attention(**x, **options, layout=here.layout).o}
+
+    return Problem(truth, ours, {"o": 1}, tokens, dtypes={"g": state_dtype(case), "lam": state_dtype(case)})
+
+
 def mla(case: Case) -> Problem:
     numbers, how = Numbers(case), case.how
     Tk, L, R = how["keys"][0] if "keys" in how else case.T, how["latent"], how["rotary"]

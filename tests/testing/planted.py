@@ -73,6 +73,8 @@ def recurrence(call: Call, mistake: str = "") -> tuple[Tensor, Tensor | None]:
         at += n
     maps = _summaries(call, split, runs, mistake)
     initial = x.get("initial_state")
+    if initial is not None and mistake == "many ranks" and P > 2:
+        initial = initial.detach().requires_grad_()
     if initial is not None and mistake != "initial gradient":
         initial = SumGradients.apply(initial, call.group)
     outs = []
@@ -81,6 +83,8 @@ def recurrence(call: Call, mistake: str = "") -> tuple[Tensor, Tensor | None]:
         for piece in (p for p in split.pieces if p.segment == i):
             S = _entering(call, split, maps, piece, initial, mistake)
             part = tuple(t[:, piece.start - begin : piece.stop - begin] for t in runs[i])
+            if mistake == "border twice" and not piece.first:
+                S = part[3][:, 0].exp()[..., None, None] * S
             outs.append(read(*part, S)[0])
     o = torch.cat(outs, 1) if outs else v[:, :0]
     o = o + 0 * sum(
@@ -98,6 +102,8 @@ def _summaries(call: Call, split: Split, runs: dict, mistake: str) -> list[tuple
         mine = piece.segment in runs
         if mine:
             q, k, v, g = (t[:, piece.start - s.start : piece.stop - s.start] for t in runs[piece.segment])
+            if mistake == "last token" and s.stop - s.start < max(map(len, split.tokens)):
+                q, k, v, g = (t[:, :-1] for t in (q, k, v, g))
             b, A = read(q, k, v, g, q.new_zeros(B, H, K, V))[1], g.sum(1).exp()
         else:
             zero = call.tensors["q"].sum() * 0
@@ -161,6 +167,10 @@ def _final(call: Call, split: Split, maps: list, initial: Tensor | None, mistake
                 S = maps[i][0][..., None, None] * S + maps[i][1]
         rows.append(S)
     final = torch.cat(rows)
+    if mistake == "another document's":
+        final = final.roll(1, 0)
+    if mistake == "empty shard" and not len(split.tokens[call.rank]):
+        final = final * 0
     if mistake == "final state twice":
         final = final + (call.size - 1) * (final - final.detach())
     return final
