@@ -5,8 +5,9 @@
 #
 # The current python3 is used if it has them; else .venv in the repository, made here once, which keeps python3's torch
 # if that is >= 2.9. A module with "?" is wished for: where nothing can be installed, things go on without.
-# Needs Python >= 3.10.
+# Modules are compiled when they are first imported, once, not all of them at the installation. Needs Python >= 3.10.
 
+unset PYTHONDONTWRITEBYTECODE
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 has_all() {  # whether interpreter $1 has torch >= 2.9 and every module of the rest
@@ -31,7 +32,7 @@ newest_python() {  # the first interpreter of at least 3.10
 }
 
 install() {  # extra $1 into .venv, whose interpreter is left in $PYTHON
-    local base make=(-m venv) pip=(-m pip install --quiet)
+    local base make=(-m venv) pip=(-m pip install --quiet --no-compile)
     base="$(newest_python)" || return 1
     PYTHON="$ROOT/.venv/bin/python"
     echo "setup: installing the $1 extra into $ROOT/.venv (once)" >&2

@@ -7,7 +7,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Triton comes with a torch that has CUDA; beside another one its interpreter runs the kernels, where it can be installed.
 if [ "$PYTHON" = "$ROOT/.venv/bin/python" ] && ! "$PYTHON" -c "import triton" 2>/dev/null; then
-    "$PYTHON" -m pip install --quiet -e "${ROOT}[interpreter]" || echo "test: going on without Triton's interpreter" >&2
+    extra="$("$PYTHON" - <<'EOF'
+from importlib.metadata import requires
+print(*(each.partition(";")[0].replace(" ", "") for each in requires("ring_la") if 'extra == "interpreter"' in each))
+EOF
+    )"
+    # shellcheck disable=SC2086  # several words
+    "$PYTHON" -m pip install --quiet --no-compile $extra || echo "test: going on without Triton's interpreter" >&2
 fi
 
 workers="$("$PYTHON" - <<'EOF'

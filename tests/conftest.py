@@ -1,7 +1,8 @@
-"""Fixtures: the pool of ranks, and one thread a process."""
+"""Fixtures: the pool of ranks, and one thread a process. Garbage is looked for among what tests make alone."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -13,7 +14,14 @@ if not torch.cuda.is_available():  # before anything imports Triton, which looks
 import tests.support.without_fla  # noqa: F401
 from tests.support.pool import Ranks
 
+gc.disable()  # imports make no garbage, and looking for it takes a quarter of the time until tests run
 pytest_plugins = ["tests.support.gpu", "tests.support.lanes", "tests.support.order"]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ RECURRENCES = {
     "rwkv7": "kda", "comba": "gated_delta_rule", "gdn2": "kda", "gated_delta_product": "gated_delta_rule",
     "mlstm": "simple_gla", "rwkv6": "gla", "hgrn": "simple_gla", "gsa": "gla", "mamba3": "simple_gla",
     "ttt": "delta_rule", "preconditioned_gdn": "gated_delta_rule", "preconditioned_kda": "kda",
+    "momentum_deltanet": "gated_delta_rule", "mesa_net": "simple_gla", "lightnet": "gla", "abc": "gla",
 }  # fmt: skip
 """Layer: the recurrence of `ring-la bench scan` whose rate stands for it (the same rule, or the next dearer one)."""
 PROBE = 128

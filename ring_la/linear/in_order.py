@@ -11,9 +11,9 @@ gradients of what tokens share are added exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,33 +23,12 @@ from ..blockwise import BLOCK, exact_sum, fixed
 from ..blockwise.sums import part_of
 from ..comm import Pending
 from ..context import ShardedLayout
-from ..scan import Chain
 from .options import CommonOptions
 from .states import final_states, initial_gradient, with_rows, without_rows
+from .stretches import DocumentRun, Stretch, on_one_device, on_ranks
 
 GROUPS = 4
 """Groups of heads on a split sequence, at most."""
-
-
-class DocumentRun(NamedTuple):
-    """Consecutive local tokens of one document: the first one's position in it, whether it starts and ends here, and
-    the local piece they are of."""
-
-    start: int
-    stop: int
-    position: int
-    document: int
-    first: bool
-    last: bool
-    piece: int
-
-
-class Stretch(NamedTuple):
-    """The runs of one segment; the ranks that its state comes from and goes to (None: from and to nobody)."""
-
-    runs: tuple[DocumentRun, ...]
-    source: int | None
-    target: int | None
 
 
 Body = Callable[..., tuple[Tensor, Tensor]]
@@ -132,35 +111,11 @@ def in_order(
             reads offsets.
     """
     layout, cu_seqlens, final = options.layout, options.cu_seqlens, options.output_final_state
-    stretches = _one_device(tokens[0], cu_seqlens, seen) if layout is None else tuple(_split(layout, seen))
+    stretches = on_one_device(tokens[0], cu_seqlens, seen) if layout is None else on_ranks(layout, seen)
     packed = cu_seqlens is not None or (layout is not None and layout.packed)
     call = OrderedCall(body, len(tokens), layout, stretches, packed, final)
     with full_precision(start):
         return _InOrder.apply(call, start, *tokens, *shared)
-
-
-def _one_device(like: Tensor, cu_seqlens: Tensor | None, seen: Sequence[int]) -> tuple[Stretch, ...]:
-    cu = [0, like.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    documents = [(n, a, b) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
-    runs = [DocumentRun(a, b, seen[n], n, True, True, i) for i, (n, a, b) in enumerate(documents)]
-    return (Stretch(tuple(runs), None, None),)
-
-
-def _split(layout: ShardedLayout, seen: Sequence[int]) -> Iterator[Stretch]:
-    """This rank's segments, in the order of the sequence."""
-    chain, at, piece = Chain.of(layout), 0, 0
-    for s in layout.local_segments():
-        runs = []
-        for p in layout.pieces_of(s):
-            end, most = at + len(p), BLOCK if fixed(layout) else len(p)
-            position = seen[p.document] + p.start - layout.cu_seqlens[p.document] - at
-            for a in range(at, end, most):
-                b = min(a + most, end)
-                ends = p.first and a == at, p.last and b == end
-                runs.append(DocumentRun(a, b, position + a, p.document, *ends, piece))
-            at, piece = end, piece + 1
-        source = chain.owners[s - 1] if chain.needs[s] else None
-        yield Stretch(tuple(runs), source, chain.owners[s + 1] if chain.feeds(s) else None)
 
 
 class _InOrder(torch.autograd.Function):
@@ -210,12 +165,9 @@ class _InOrder(torch.autograd.Function):
         start, *rest = ctx.saved_tensors
         arrived, given = rest[: ctx.count], rest[ctx.count :]
         do = torch.zeros_like(given[0]) if do is None else do
-        dfinal = torch.zeros_like(start) if dfinal is None else dfinal
-        if call.layout is not None:
+        if ctx.way_back is not None:
             ctx.way_back()
-            if call.final:
-                dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
-        dend, rows = with_rows(dfinal, call.packed), with_rows(start, call.packed)
+        dend, rows = _final_gradient(call, dfinal, start), with_rows(start, call.packed)
         dstart = start.new_zeros(given[0].shape[0], max(1, call.pieces), *start.shape[1:])
         grads = [torch.zeros_like(t) for t in given[: call.tokens]]
         groups, sends = call.heads(given[0].shape[2]), []
@@ -292,6 +244,14 @@ def _final(call: OrderedCall, ends: Tensor, start: Tensor) -> Tensor:
     for n, run in enumerate(call.stretches[0].runs):
         final[:, run.document] = ends[:, n]
     return without_rows(final, call.packed)
+
+
+def _final_gradient(call: OrderedCall, dfinal: Tensor | None, start: Tensor) -> Tensor:
+    """The gradient of the state after each document, of all ranks' losses, with rows."""
+    dfinal = torch.zeros_like(start) if dfinal is None else dfinal
+    if call.layout is not None and call.final:
+        dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
+    return with_rows(dfinal, call.packed)
 
 
 def _start_gradient(call: OrderedCall, dstart: Tensor, dend: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ring_la.serving.load import load
 from ring_la.training import Corpus, Work
 from ring_la.training.stored import restore
 from tests.support.pool import RankError, Ranks
-from tests.support.train_example import ROOT, SCRIPT, example
+from tests.support.train_example import ROOT, SCRIPT, example, train
 
 pytest.importorskip("jsonargparse")
 
@@ -50,14 +50,6 @@ OPTIONS = {
 def arguments(folder: Path, **changes: object) -> list[str]:
     options = OPTIONS | {"run.folder": folder} | {k.replace("__", "."): v for k, v in changes.items()}
     return [f"--{name}={value}" for name, value in options.items()]
-
-
-def train(rank: int, options: list[str]) -> None:
-    """In the pool: a run on its 4 ranks."""
-    from jsonargparse import auto_cli
-
-    script = example()
-    script.Trainer(auto_cli(script.Config, args=options, as_positional=False), torch.device("cpu")).train()
 
 
 def start(ranks: int, options: list[str], *torchrun: str, log: Path) -> subprocess.Popen:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.train_example import example, train
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch")])
 CONFIGS = sorted(ROOT.glob("examples/configs/*.yaml"))
@@ -182,8 +184,6 @@ def test_a_reader_and_vllm_are_started_as_they_are_read(tmp_path):
 
 def parsed(arguments: list[str]):
     """The example's configuration of a command line, read in the repository."""
-    from tests.support.train_example import example
-
     jsonargparse = pytest.importorskip("jsonargparse")
     here = os.getcwd()
     os.chdir(ROOT)
@@ -314,8 +314,6 @@ def test_what_cannot_work_is_not_retried(tmp_path):
     ],
 )
 def test_what_cannot_work_is_found_before_ranks_start(arguments, message, tmp_path, monkeypatch):
-    from tests.support.train_example import example
-
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text('{"model": {"dim": 32}}')
@@ -327,22 +325,28 @@ def test_what_cannot_work_is_found_before_ranks_start(arguments, message, tmp_pa
         example().main(["--check", "4", *words])
 
 
-SMALL = ["--data.source=docs", "--data.seq_len=64", "--model.dim=16", "--model.layers=[gdn]", "--model.repeat=1"]
-SMALL += ["--model.num_heads=2", "--model.vocab_size=257", "--model.options={}", "--memory.dtype=float32"]
-SMALL += [
-    "--parallel.context=2",
-    "--parallel.data=1",
-    "--data.sequences=1",
-    "--run.rehearse=null",
-    "--run.save_every=2",
-]
+SMALL = [f"--data.source={ROOT / 'docs'}", "--data.seq_len=64", "--data.sequences=1", "--memory.dtype=float32"]
+SMALL += ["--model.dim=16", "--model.layers=[gdn]", "--model.repeat=1", "--model.num_heads=2"]
+SMALL += ["--model.vocab_size=257", "--model.options={}", "--parallel.context=2", "--parallel.data=1"]
+SMALL += ["--run.rehearse=null", "--run.save_every=2"]
 
 
-@pytest.mark.distributed
-def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
+MEETING = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(met := torch.ones(1))
+print(f"rank {dist.get_rank()} of {int(met)}: {' '.join(sys.argv[1:])}")
+dist.destroy_process_group()
+"""
+
+
+def test_two_nodes_meet_under_slurm_and_two_pods_train(ranks, tmp_path):
     """The batch file, run by bash, and the pods' command and environment: two torchruns each, meeting over loopback.
 
-    SCRIPT is the one that is started anyway: it leaves out the check before, which other tests are about.
+    Under Slurm SCRIPT is one that meets and says what it got. The pods go on where four ranks were.
     """
     pytest.importorskip("jsonargparse")
     with socket.socket() as free:
@@ -359,12 +363,15 @@ def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
     path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     common = {"PATH": path, "HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[3-4]"}
-    slurm |= {"SLURM_JOB_ID": str(port - 20000), "RANKS": "1", "RESTARTS": "0", "SCRIPT": "examples/train_hybrid.py"}
-    command = ["bash", str(ROOT / "launch/train.sbatch"), *SMALL, "--run.steps=1", f"--run.folder={tmp_path / 'run'}"]
+    slurm |= {"SLURM_JOB_ID": str(port - 20000), "RANKS": "1", "RESTARTS": "0", "SCRIPT": str(tmp_path / "meeting.py")}
+    (tmp_path / "meeting.py").write_text(MEETING)
+    command = ["bash", str(ROOT / "launch/train.sbatch"), "--run.steps=1"]
     done = subprocess.run(command, env=common | slurm, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "starting: 0.0 M parameters, data 1 × fsdp 1 × context 2" in done.stdout
+    passed = f"--run.folder runs/slurm-{slurm['SLURM_JOB_ID']} --run.steps=1"
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2: {passed}" for rank in (0, 1)]
 
+    ranks.run(4, train, [*SMALL, "--parallel.context=4", "--run.steps=1", f"--run.folder={tmp_path / 'run'}"])
     spec = job()["spec"]
     elastic = spec["elasticPolicy"]
     (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
@@ -387,6 +394,7 @@ def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
         for pod in pods:
             pod.kill()
     assert [pod.returncode for pod in pods] == [0, 0], said
+    assert "0.0 M parameters, data 1 × fsdp 1 × context 2" in said
     assert "going on from step 1 of 2" in said
     logged = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in logged] == [1, 2]

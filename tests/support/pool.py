@@ -11,6 +11,7 @@ Ranks speak gloo on CPUs, or NCCL with a GPU each.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -148,6 +149,7 @@ def _free_port() -> int:
 def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
     """One rank: join, then answer calls until the pipe closes."""
     global _size
+    gc.freeze()  # what is imported is no garbage
     faulthandler.register(signal.SIGUSR1, file=_stacks(os.getpid()).open("w"))  # open as long as the process lives
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
