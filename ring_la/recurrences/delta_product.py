@@ -6,10 +6,13 @@ decay is the first step's, the query the last one's.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from ..context import ShardedLayout
+from ..layout import Segment
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import DECAY, QUERY, Argument
@@ -68,9 +71,21 @@ def steps(options: CommonOptions, n: int) -> dict[str, object]:
         return options.inner
     if layout is None:
         return {"layout": None, "cu_seqlens": None if cu is None else cu * n}
-    return {"layout": layout.kept(_longer, lambda: _longer(layout, n), n), "cu_seqlens": None}
+    return {"layout": layout.kept(StepsLayout, lambda: StepsLayout(layout, n), n), "cu_seqlens": None}
 
 
-def _longer(layout: ShardedLayout, n: int) -> ShardedLayout:
-    cu = [n * c for c in layout.cu_seqlens] if layout.packed else None
-    return ShardedLayout(layout.cp, n * layout.seq_len, layout.kind, cu, n * layout.multiple_of)
+class StepsLayout(ShardedLayout):
+    """The split of n steps for each token: on the ranks of the tokens, whatever that split goes by."""
+
+    def __init__(self, tokens: ShardedLayout, n: int) -> None:
+        self.of_tokens, self.n = tokens, n
+        cu = [n * c for c in tokens.cu_seqlens] if tokens.packed else None
+        super().__init__(tokens.cp, n * tokens.seq_len, tokens.kind, cu, n * tokens.multiple_of)
+
+    @property
+    def split(self) -> tuple:
+        return (*super().split, self.n)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(Segment(self.n * s.start, self.n * s.stop, s.owner) for s in self.of_tokens.segments)

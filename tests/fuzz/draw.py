@@ -10,7 +10,7 @@ from ring_la.scan import STRATEGIES
 
 from .case import Case
 
-RUNS = ("contiguous", "zigzag")
+RUNS = ("contiguous", "zigzag", "balanced")
 ANY = (*RUNS, "striped")
 WEIGHTS = {r.name: 3.0 for r in RECURRENCES} | {
     "attention": 14, "forgetting_attention": 4, "mla": 6, "sparse_attention": 5, "short_conv": 5, "token_shift": 3,

@@ -32,6 +32,7 @@ FOUND = (
     '{"op":"mlstm","P":2,"T":3,"validate":"always","seed":236374894}',
     '{"op":"mlstm","T":1,"dtype":"bf16","seed":946177337,"how":{"final":true}}',
     '{"op":"mla","P":2,"T":2,"seed":755642186,"how":{"causal":true,"window":[-1,-1],"rotary":0,"latent":8}}',
+    '{"op":"gated_delta_product","P":3,"kind":"balanced","T":12,"cu":[0,2,9,12],"seed":300273616,"how":{"own":true}}',
 )
 """What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ."""
 
