@@ -1,5 +1,5 @@
 """The steps that `benchmarks.steps` measures: training steps of a `HybridLM` and of Qwen3-Next's layer shapes in
-Transformers, and a token of sequences decoded side by side."""
+Transformers, a token of sequences decoded side by side, and a denoising step of Diffusers' Flux and Wan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import ring_la
 from ring_la.inference import prefill
 from ring_la.keystore.static import StaticKeys, StaticRows
 from ring_la.models import HybridConfig, HybridLM
+
+from .diffusion.shapes import SHAPES, build, draw_inputs
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 PROMPT, COLUMNS = 256, 1024
@@ -123,3 +125,33 @@ def decoding(name: str, layers: int | None, sequences: int, cp: ring_la.ContextP
         return step
 
     return StepCase(model, with_model, (torch.zeros(sequences, dtype=torch.int64, device="cuda"),))
+
+
+def denoising(
+    name: str,
+    size: tuple[int, ...] | None,
+    layers: int | None,
+    cp: ring_la.ContextParallel | None,
+    device: torch.device,
+    tiny: bool = False,
+) -> StepCase:
+    """One call of a transformer of Diffusers (a name of `SHAPES`, random weights) in bf16, whole inputs on every rank;
+    `tiny`: a small one in fp32."""
+    shape, dtype = SHAPES[name], torch.float32 if tiny else torch.bfloat16
+    model: Any = build(shape, layers, tiny, device, dtype)
+    if cp is not None:
+        from ring_la.integrations.diffusers import parallelize
+
+        model = parallelize(model, cp)
+    inputs = draw_inputs(shape, size or (shape.small if tiny else shape.sizes[0]), tiny, device, dtype)
+    names = [n for n, x in inputs.items() if isinstance(x, torch.Tensor)]
+    rest = {n: x for n, x in inputs.items() if n not in names}
+
+    def with_model(call: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        @torch.no_grad()
+        def step(*tensors: torch.Tensor) -> torch.Tensor:
+            return call(**dict(zip(names, tensors)), **rest, return_dict=False)[0]
+
+        return step
+
+    return StepCase(model, with_model, tuple(inputs[n] for n in names))

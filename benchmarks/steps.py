@@ -4,10 +4,11 @@
 
 Cases: `small` and `hybrid_1b`, forward and backward of a HybridLM of examples/configs (bf16, no recomputation, no
 optimizer) on this rank's tokens of a sequence of `tokens` a rank; `qwen3_next`, the same of four of its layers through
-Transformers; `decode`, a token of each of --sequences of `hybrid_1b`. Medians over the ranks' slowest, as many calls as
-fit in 8 s and 20 at most. The sum of kernels is what the profiler gives of the eager step, exchanges among them, so a
-step may be shorter where two run side by side. --limit: seconds after which no further way is begun. --ways also takes
-"reduce-overhead", PyTorch's own graphs.
+Transformers; `decode`, a token of each of --sequences of `hybrid_1b`; `flux` and `wan`, a denoising step of Diffusers'
+transformers at --size (1024x1024, 21x480x832: frames of latents first), whole inputs on every rank. Medians over the
+ranks' slowest, as many calls as fit in 8 s and 20 at most. The sum of kernels is what the profiler gives of the eager
+step, exchanges among them, so a step may be shorter where two run side by side. --limit: seconds after which no further
+way is begun. --ways also takes "reduce-overhead", PyTorch's own graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import ring_la
 from benchmarks.options import need_gpus
 
-from .step_cases import StepCase, decoding, qwen3_next, training
+from .step_cases import StepCase, decoding, denoising, qwen3_next, training
 
 WARM, SECONDS, MOST = 6, 8.0, 20
 """Calls before the clock starts; seconds and calls of a median."""
@@ -76,6 +77,8 @@ def case_of(options: argparse.Namespace, cp: ring_la.ContextParallel | None) -> 
         return qwen3_next(options.tokens, cp)
     if options.case == "decode":
         return decoding("hybrid_1b", options.layers, options.sequences, cp)
+    if options.case in ("flux", "wan"):
+        return denoising(options.case, options.size, options.layers, cp, torch.device("cuda"))
     return training(options.case, options.layers, options.tokens, cp)
 
 
@@ -107,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
     cp = ring_la.ContextParallel() if dist.is_initialized() and (ranks > 1 or options.case == "qwen3_next") else None
     torch.manual_seed(0)
     case = case_of(options, cp)
-    found: dict[str, object] = {n: getattr(options, n) for n in ("case", "layers", "tokens", "sequences")}
+    found: dict[str, object] = {n: getattr(options, n) for n in ("case", "layers", "tokens", "sequences", "size")}
     found |= {"ranks": ranks, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
     for name, make in ways_of(case, cp).items():
         if name not in options.ways:
@@ -136,7 +139,14 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--case", "--config", dest="case", default="small", choices=["small", "hybrid_1b", "qwen3_next", "decode"]
+        "--case",
+        "--config",
+        dest="case",
+        default="small",
+        choices=["small", "hybrid_1b", "qwen3_next", "decode", "flux", "wan"],
+    )
+    parser.add_argument(
+        "--size", type=lambda s: tuple(map(int, s.split("x"))), help="of flux and wan; default: the first of SHAPES"
     )
     parser.add_argument("--layers", type=int, help="the first so many alone")
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -128,13 +130,62 @@ def test_blocks_are_the_loop(ranks, P):
     assert all(ranks.run(P, check_blocks, P))
 
 
-def test_bad_input_is_refused_by_name():
-    x = draw()
-    for change, name in ((dict(k=x["w"]), "k"), (dict(w=x["k"]), "w"), (dict(topk=0), "topk")):
-        with pytest.raises(ring_la.ArgumentError, match=f"^{name}: "):
-            lightning_index(**dict(q=x["q"], k=x["k"], w=x["w"], topk=2) | change)
-    with pytest.raises(ring_la.ArgumentError, match=r"^size: "):
-        block_index(x["aq"], x["ak"], 0, 2)
+INDEXERS = {
+    lightning_index: dict(topk=2),
+    block_index: dict(size=SIZE, topk=2),
+    full_block_index: dict(size=SIZE, topk=2),
+    best_key_index: dict(size=SIZE, topk=2),
+    lightning_loss: {},
+}
+"""Each with what it takes beside its tensors."""
+
+
+def wrong(function: Callable, x: dict[str, Tensor], given: dict) -> dict[str, list]:
+    """Wrong values of each argument of a call."""
+    q, k = given["q"], given["k"]
+    found = dict(q=[None, q[0]], k=[k[..., :2], k[:, :-1], k.long()], layout=["zigzag"], cu_seqlens=[torch.tensor(CU)])
+    found |= {name: [0, True, 1.5] for name in ("topk", "size") if name in given}
+    if "w" in given:
+        found |= dict(w=[x["k"], None], k=[*found["k"], k.half()])
+    if function is lightning_loss:
+        found |= dict(chosen=[given["chosen"].double(), None], attention_q=[x["q"][0]], attention_k=[x["q"], None])
+    return found
+
+
+def call_of(function: Callable, x: dict[str, Tensor]) -> dict:
+    """The arguments of a call on some tokens."""
+    if function is block_index:
+        given = dict(q=x["aq"], k=x["ak"])
+    else:
+        given = dict(q=x["q"], k=x["k"]) | (dict(w=x["w"]) if "lightning" in function.__name__ else {})
+    if function is lightning_loss:
+        chosen = torch.zeros(*x["q"].shape[:2], 1, 3, dtype=torch.int32)
+        given |= dict(chosen=chosen, attention_q=x["aq"], attention_k=x["ak"])
+    return given | INDEXERS[function]
+
+
+def check_refusals(rank: int) -> list[str]:
+    """What rank 1 alone does wrong every rank is told by the argument's name."""
+    cp, missed = ring_la.ContextParallel(group(), timeout=5.0), []
+    layout = cp.layout(T)
+    x = {n: layout.shard(t) for n, t in draw().items()}
+    for function in INDEXERS:
+        given = call_of(function, x)
+        for name, values in wrong(function, x, given).items():
+            for value in values if rank == 1 else [given.get(name)] * len(values):
+                if name == "layout":  # without one a rank is by itself
+                    value = "zigzag"
+                try:
+                    function(**dict(layout=layout) | given | {name: value})
+                    missed.append(f"{function.__name__} takes {name}={value!r}")
+                except (ring_la.ArgumentError, ring_la.DisagreementError) as error:
+                    if f"{name}: " not in str(error) and not (name == "q" and "k: " in str(error)):
+                        missed.append(f"{function.__name__}({name}=): {error}")
+    return missed
+
+
+def test_what_one_rank_does_wrong_all_refuse_by_name(ranks):
+    assert ranks.run(2, check_refusals) == [[], []]
 
 
 def full_blocks(x: dict[str, Tensor]) -> list[set[int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..context import ShardedLayout
 from ..context.handle import layout_of, number_of
 from ..errors import ArgumentError
+from .arguments import Where, checked
 from .chosen import Chosen, Rows, best, empty_choice
 
 
@@ -45,15 +46,18 @@ def block_index(
         `sparse_attention` takes. The score of the own block is +∞.
 
     Raises:
-        ArgumentError: by the name of the argument.
+        ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
-    _check_counts(size, topk)
-    if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
-        raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
-    if k.shape[1] != q.shape[1] and (layout is not None or cu_seqlens is not None or k.shape[1] < q.shape[1]):
-        raise ArgumentError("k", f"as many tokens as q, {q.shape[1]}", k.shape[1])
     if torch.compiler.is_compiling():
         return Chosen(*_block_index(q, k, cu_seqlens, number_of(layout), size, topk))
+
+    def check() -> None:
+        if len(k) != len(q) or q.shape[2] % max(1, k.shape[2]) or q.shape[3] != k.shape[3]:
+            raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
+        if k.shape[1] != q.shape[1] and (layout is not None or cu_seqlens is not None or k.shape[1] < q.shape[1]):
+            raise ArgumentError("k", f"as many tokens as q, {q.shape[1]}", k.shape[1])
+
+    checked("block_index", dict(q=(q, 4), k=(k, 4)), (layout, cu_seqlens), check, size=size, topk=topk)
     rows = Rows.of(q, layout, cu_seqlens, k if layout is None else None)
     blocks = Blocks.of(size, rows)
     means = blocks.means(k)
@@ -94,14 +98,14 @@ def full_block_index(
         Chosen(places int32 ``[B, T, 1, topk + 1]`` of the blocks' first tokens, the own one last, scores).
 
     Raises:
-        ArgumentError: by the name of the argument.
+        ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
-    _check_one_key(q, k, size, topk)
     if torch.compiler.is_compiling():
         number = number_of(layout)
         means, first = _block_means(k, cu_seqlens, number, size, _room(k, size, layout, cu_seqlens))
         keys = means if pool is None else pool(means.to(k.dtype), first).to(means.dtype)
         return Chosen(*_full_blocks(q, keys, cu_seqlens, number, size, topk))
+    _check_one_key("full_block_index", q, k, (layout, cu_seqlens), size=size, topk=topk)
     rows = Rows.of(q, layout, cu_seqlens)
     blocks = Blocks.of(size, rows)
     means = blocks.means(k[:, :, None])[:, :, 0]
@@ -146,11 +150,11 @@ def best_key_index(
         Chosen(places int32 ``[B, T, Hk, topk]`` of the blocks' first tokens, scores, +∞ for local blocks).
 
     Raises:
-        ArgumentError: by the name of the argument.
+        ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
-    _check_one_key(q, k, size, topk)
     if torch.compiler.is_compiling():
         return Chosen(*_best_key(q, k, cu_seqlens, number_of(layout), size, topk, local))
+    _check_one_key("best_key_index", q, k, (layout, cu_seqlens), size=size, topk=topk, local=local)
     rows = Rows.of(q, layout, cu_seqlens)
     blocks, keys, wide = Blocks.of(size, rows), rows.gather(k), torch.promote_types(q.dtype, torch.float32)
     of_token = torch.searchsorted(blocks.first, torch.arange(rows.total, device=q.device), right=True) - 1
@@ -214,10 +218,12 @@ class Blocks:
         return torch.where(numbers < 0, -1, self.first[numbers.clamp(min=0)]).int()
 
 
-def _check_one_key(q: Tensor, k: Tensor, size: int, topk: int) -> None:
-    _check_counts(size, topk)
-    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
-        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+def _check_one_key(call: str, q: Tensor, k: Tensor, where: Where, **counts: int) -> None:
+    def check() -> None:
+        if list(k.shape) != [*q.shape[:2], q.shape[3]]:
+            raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+
+    checked(call, dict(q=(q, 4), k=(k, 3)), where, check, **counts)
 
 
 def _with_last(places: Tensor, scores: Tensor, last: Tensor) -> Chosen:
@@ -236,12 +242,6 @@ def _near(blocks: Blocks, strip: slice, some: slice, local: int) -> Tensor:
 def _largest(s: Tensor, block: Tensor, count: int) -> Tensor:
     """The largest of scores ``[…, keys]`` in each of `count` blocks, the keys' blocks given."""
     return s.new_full((*s.shape[:3], count), -torch.inf).scatter_reduce_(-1, block.expand_as(s), s, "amax")
-
-
-def _check_counts(size: object, topk: object) -> None:
-    for name, x in (("size", size), ("topk", topk)):
-        if not isinstance(x, int) or x < 1:
-            raise ArgumentError(name, "an int ≥ 1", repr(x))
 
 
 # -- calls within a compiled graph: operators without gradients; layouts by number ------------------------------

@@ -11,18 +11,21 @@ The choice has no gradient; the indexer learns from L alone, and L's gradient go
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only
+from ..checks import check_scale
 from ..context import ShardedLayout
 from ..context.handle import layout_of, number_of
-from ..errors import ArgumentError, SecondDerivativeError
+from ..errors import ArgumentError, SecondDerivativeError, describe_tensor
 from ..kernels.choice import triton_installed
 from ..schemas import declared
 from ..softmax.products import product
+from .arguments import Given, checked
 from .chosen import Chosen, Rows, best, empty_choice
 
 NUMBERS = 1 << 24
@@ -56,15 +59,18 @@ def lightning_index(
         Chosen(places int32 ``[B, T, 1, topk]``, scores ``[B, T, 1, topk]``), as `sparse_attention` and `mla` take them.
 
     Raises:
-        ArgumentError: by the name of the argument.
+        ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
-    _check(q, k, w, longer=layout is None and cu_seqlens is None)
-    if not isinstance(topk, int) or topk < 1:
-        raise ArgumentError("topk", "an int ≥ 1", repr(topk))
-    if backend not in (None, "torch", "triton"):
-        raise ArgumentError("backend", "None, torch or triton", repr(backend))
     if torch.compiler.is_compiling():
         return Chosen(*_index(q, k, w, cu_seqlens, number_of(layout), topk, backend))
+
+    def check() -> None:
+        _check(q, k, w, longer=layout is None and cu_seqlens is None)
+        if backend not in (None, "torch", "triton"):
+            raise ArgumentError("backend", "None, torch or triton", repr(backend))
+
+    given: Given = dict(q=(q, 4), k=(k, 3), w=(w, 3))
+    checked("lightning_index", given, (layout, cu_seqlens), check, topk=topk)
     rows, form, formed = Rows.of(q, layout, cu_seqlens, k if layout is None else None), index_scores, q.shape[2]
     if backend == "triton" or (backend is None and q.is_cuda and triton_installed() and q.dtype != torch.float64):
         from .scores_kernel import scores as form  # needs Triton
@@ -125,15 +131,12 @@ def lightning_loss(
         rank that has it.
 
     Raises:
-        ArgumentError: by the name of the argument.
+        ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
-    _check(q, k, w)
-    B, T = q.shape[:2]
-    for name, x in (("attention_q", attention_q), ("attention_k", attention_k)):
-        if x.dim() != 4 or list(x.shape[:2]) != [B, T]:
-            raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}", list(x.shape))
-    if chosen.dim() != 4 or list(chosen.shape[:3]) != [B, T, 1]:
-        raise ArgumentError("chosen", f"[B, T, 1, S] with B={B}, T={T}", list(chosen.shape))
+    if not torch.compiler.is_compiling():
+        given: Given = dict(q=(q, 4), k=(k, 3), w=(w, 3), attention_q=(attention_q, 4), attention_k=(attention_k, 4))
+        check = functools.partial(_check_loss, q, k, w, chosen, attention_q, attention_k, scale)
+        checked("lightning_loss", given, (layout, cu_seqlens), check)
     scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
     picked, low = chosen[:, :, 0], attention_q.detach()
     if torch.compiler.is_compiling():
@@ -254,11 +257,25 @@ def _attended(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, w: Tensor, longer: bool = False) -> None:
-    if q.dim() != 4:
-        raise ArgumentError("q", "[B, T, Hi, D]", list(q.shape))
     B, T, heads, D = q.shape
-    tokens = k.shape[1] if longer and k.dim() == 3 and k.shape[1] > T else T
-    if list(k.shape) != [B, tokens, D]:
-        raise ArgumentError("k", f"[B, T, D] = [{B}, {T}, {D}]", list(k.shape))
+    tokens = k.shape[1] if longer and k.shape[1] > T else T
+    if list(k.shape) != [B, tokens, D] or k.dtype != q.dtype:
+        raise ArgumentError("k", f"{q.dtype} [B, T, D] = [{B}, {T}, {D}]", describe_tensor(k))
     if list(w.shape) != [B, T, heads]:
         raise ArgumentError("w", f"[B, T, Hi] = [{B}, {T}, {heads}]", list(w.shape))
+
+
+def _check_loss(
+    q: Tensor, k: Tensor, w: Tensor, chosen: object, attention_q: Tensor, attention_k: Tensor, scale: object
+) -> None:
+    _check(q, k, w)
+    (B, T), K = q.shape[:2], attention_q.shape[3]
+    for name, x in (("attention_q", attention_q), ("attention_k", attention_k)):
+        if list(x.shape[:2]) != [B, T] or x.shape[3] != K or attention_q.shape[2] % max(1, x.shape[2]):
+            raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}, K={K}", list(x.shape))
+    if attention_k.dtype != attention_q.dtype:
+        raise ArgumentError("attention_k", f"{attention_q.dtype}, as attention_q", attention_k.dtype)
+    places = isinstance(chosen, Tensor) and chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 4
+    if not places or list(chosen.shape[:3]) != [B, T, 1]:  # type: ignore[attr-defined]
+        raise ArgumentError("chosen", f"int32 or int64 [B, T, 1, S] with B={B}, T={T}", describe_tensor(chosen))
+    check_scale(scale)

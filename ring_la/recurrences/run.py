@@ -30,13 +30,20 @@ def agreed(
         return _compared(name, describe, options, flags, layout)
     r = describe()
     known = layout is None and options.cu_seqlens is None and r.normalizer is None
-    kind = _shapes(r, options) if known and not torch.compiler.is_compiling() else None  # a graph is for all lengths
-    if kind is None or (name, kind) not in _checked:
+    if not known or torch.compiler.is_compiling():  # a graph is for all lengths
         check(r, options)
-        if kind is not None:
-            if len(_checked) >= MOST_CHECKED:
-                _checked.clear()
-            _checked.add((name, kind))
+        return r, None
+    try:
+        kind = (name, *_shapes(r, options))
+        if kind in _checked:
+            return r, None
+    except (AttributeError, TypeError):  # what is no tensor, or cannot be a key
+        kind = None
+    check(r, options)
+    if kind is not None:
+        if len(_checked) >= MOST_CHECKED:
+            _checked.clear()
+        _checked.add(kind)
     return r, None
 
 
@@ -79,27 +86,22 @@ def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLa
         return None
     if r.decays is not None or r.normalizer is not None:
         return None
-    kind = _shapes(r, options)
     try:
-        hash(flags)
-    except TypeError:
-        return None
-    return None if kind is None else (*kind, flags)
-
-
-def _shapes(r: Recurrence, options: CommonOptions) -> tuple | None:
-    """What checks look at; None where that cannot be a key."""
-    try:
-        tensors = [
-            x if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
-            for x in (*r.inputs, options.initial_state)
-        ]
-        rest = options._replace(initial_state=None, layout=None)
-        kind = (*tensors, r.rule, r.causal, rest, torch.is_grad_enabled())
+        kind = (*_shapes(r, options), flags)
         hash(kind)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError):  # what is no tensor, or cannot be a key
         return None
     return kind
+
+
+def _shapes(r: Recurrence, options: CommonOptions) -> list:
+    """What checks look at."""
+    found: list = [
+        x if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in (*r.inputs, options.initial_state)
+    ]
+    scale, _, final, unit_length, _, cu_seqlens, *rest = options
+    found += r.rule, r.causal, scale, final, unit_length, cu_seqlens, *rest, torch.is_grad_enabled()
+    return found
 
 
 def compute(

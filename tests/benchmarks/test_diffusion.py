@@ -14,7 +14,10 @@ from benchmarks.diffusion.book import Book
 from benchmarks.diffusion.parts import Launch, summed
 from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
 from benchmarks.peers.diffusion import degrees
+from benchmarks.step_cases import denoising
+from ring_la import ContextParallel, capture
 from ring_la.errors import ArgumentError
+from tests.support.pool import group
 
 
 def test_models_take_their_inputs():
@@ -26,6 +29,21 @@ def test_models_take_their_inputs():
             out = model(**inputs, return_dict=False)[0]
         assert out.isfinite().all(), name
         assert all(len(size) == len(shape.small) for size in shape.sizes), name
+
+
+def check_steps(rank: int) -> list[float]:
+    """How far split steps are from those of one device."""
+    cpu, cp, apart = torch.device("cpu"), ContextParallel(group(), scan="ring"), []
+    for name in ("flux", "wan"):
+        whole, split = (denoising(name, None, None, by, cpu, tiny=True) for by in (None, cp))
+        want = whole.step(whole.function)(*whole.arguments)
+        got = capture(split.step(split.function), cp)(*split.arguments)
+        apart.append(float((got - want).norm() / want.norm()))
+    return apart
+
+
+def test_denoising_steps_are_those_of_one_device(ranks):
+    assert all(max(apart) < 1e-4 for apart in ranks.run(2, check_steps))
 
 
 def test_fewer_layers_keep_their_proportion():

@@ -68,7 +68,9 @@ def settle(usp: types.ModuleType, ulysses: int, ring: int) -> None:
     usp.get_ulysses_parallel_rank = lambda: rank % ulysses
     plain = types.SimpleNamespace(use_spargeattn_head_balance=False)
     backend = usp.AttentionBackendType.SDPA
-    usp.get_runtime_state = lambda: types.SimpleNamespace(attention_backend=backend, runtime_config=plain)
+    usp.get_runtime_state = lambda: types.SimpleNamespace(
+        attention_backend=backend, runtime_config=plain, fp8_comms=None
+    )
 
 
 def check(rank: int, P: int, checkout: Path) -> dict[str, float]:

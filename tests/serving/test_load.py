@@ -231,7 +231,7 @@ def check_transformers(
 
 LARGE = 512
 """Bytes from which a weight is sharded here."""
-MODELS = ("qwen3_next", "bamba", "llama", "minimax", "kimi_linear")
+MODELS = ("qwen3_next", "bamba", "llama", "minimax", "kimi_linear", "jamba")
 
 
 def test_models_of_transformers(ranks, tmp_path: Path):

@@ -128,7 +128,7 @@ class ProcessorClasses:
             elif spec.keys is not None:
                 made = split_class(kind, functools.partial(split.attend_others, spec.streams, spec.keys))
             else:
-                made = split_class(kind, functools.partial(split.attend, spec.streams))  # type: ignore[arg-type]
+                made = split_class(kind, functools.partial(split.attend, spec.streams))
             if split.posting is not None and spec.keys is None and spec.streams is not None:
                 made = keys_first_class(kind, made, spec.streams, split.posting)
             self._made[key] = made

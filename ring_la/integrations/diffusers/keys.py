@@ -67,21 +67,12 @@ class BlockKeys:
     ) -> Tensor:
         """``[B, T, H, D]`` of this rank's tokens of the streams of `order`, which have `sizes` tokens; `options` of
         `ring_la.attention`. Waits for the device where the mask is another tensor than the last one."""
-        q, k, v = qkv
+        q, k = qkv[:2]
         if q.shape[1] != k.shape[1]:
             raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
         layout = self.layouts.of(counts(sizes, self.cp.size, self.streams.units(order)))
         how: dict[str, Any] = dict(causal=False, scale=scale, layout=layout, **options)
-        kept = self._seen(order, sizes, masked)
-        if kept is None:
-            return attention(q, k, v, **how).o
-        if len(kept) == 1:
-            return attention(q, k[:, kept[0].index], v[:, kept[0].index], kv_layout=kept[0].layout, **how).o
-        parts = [
-            attention(q[one.rows], *(x[one.rows][:, one.index] for x in (k, v)), kv_layout=one.layout, **how).o
-            for one in kept
-        ]
-        return torch.cat(parts)[torch.argsort(torch.cat([one.rows for one in kept]))]
+        return _attend_seen(qkv, self._seen(order, sizes, masked), how)
 
     def post(
         self,
@@ -109,13 +100,14 @@ class BlockKeys:
         qkv: tuple[Tensor, Tensor, Tensor],
         order: tuple[str, ...],
         keys: tuple[str, ...],
+        masked: GivenMask | None,
         scale: float | None,
         options: Mapping[str, Any],
     ) -> Tensor:
         """The same with keys of other streams than the queries': ``[B, T, H, D]`` of this rank's queries."""
-        q, k, v = qkv
         layout, kv_layout = (self.layouts.of(self.streams.counts(streams)) for streams in (order, keys))
-        return attention(q, k, v, causal=False, scale=scale, layout=layout, kv_layout=kv_layout, **options).o
+        how: dict[str, Any] = dict(causal=False, scale=scale, layout=layout, kv_layout=kv_layout, **options)
+        return _attend_seen(qkv, self._seen(keys, [self.streams.sizes[s] for s in keys], masked), how)
 
     def _seen(self, order: tuple[str, ...], sizes: Sequence[int], masked: GivenMask | None) -> list[SeenKeys] | None:
         """The keys that are left, or None where that is all."""
@@ -145,3 +137,18 @@ class BlockKeys:
             index = row[ranks == self.cp.rank].nonzero().flatten()
             out.append(SeenKeys(rows.to(self.cp.device), index.to(self.cp.device), self.layouts.of(tuple(held))))
         return out
+
+
+def _attend_seen(qkv: tuple[Tensor, Tensor, Tensor], kept: list[SeenKeys] | None, how: dict[str, Any]) -> Tensor:
+    """Attention over the keys that are left; over all of them by None."""
+    q, k, v = qkv
+    if kept is None:
+        return attention(q, k, v, **how).o
+    if len(kept) == 1:
+        (one,) = kept
+        return attention(q, k[:, one.index], v[:, one.index], **how | {"kv_layout": one.layout}).o
+    parts = [
+        attention(q[one.rows], *(x[one.rows][:, one.index] for x in (k, v)), **how | {"kv_layout": one.layout}).o
+        for one in kept
+    ]
+    return torch.cat(parts)[torch.argsort(torch.cat([one.rows for one in kept]))]

@@ -207,7 +207,7 @@ class SplitDenoiser:
         return self.call.keys.attend((q, k, v), order, sizes, masked, scale, self.call.how)
 
     def attend_others(self, order, keys, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
-        return self.call.keys.attend_others((q, k, v), order, keys, scale, self.call.how)
+        return self.call.keys.attend_others((q, k, v), order, keys, self.call.masked, scale, self.call.how)
 
     def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
         """Attention in the call under way, as the registered operator asks for it."""

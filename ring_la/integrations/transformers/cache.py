@@ -144,7 +144,48 @@ class RankCache(Cache):
                 raise UnsupportedError("past_key_values", "a RankCache for models without an indexer", name)
 
 
-class ContinuedRecorder(CacheRecorder):
+class Earlier:
+    """What is before the tokens of a call, for functions that are not told: of the layer that asked its cache last."""
+
+    _tail: Tensor | None = None
+    _states: list[Tensor]
+
+    def know(self, tail: Tensor | None, state: Tensor | None) -> None:
+        """A layer's inputs of its convolution, and its recurrence's state ``[B, …]``, one of several heads
+        ``[B, heads, …]`` that are scanned one after the other."""
+        self._tail = tail
+        self._states = [] if state is None else [state] if state.dim() == 3 else list(state.unbind(1))
+
+    def tail(self, width: int) -> Tensor | None:
+        """The last `width` inputs ``[B, D, width]`` of the convolution whose inputs were recorded last, once."""
+        tail, self._tail = self._tail, None
+        return None if tail is None else tail[..., tail.shape[-1] - width :]
+
+    def state(self) -> Tensor | None:
+        """The state ``[B, D, K]`` of a selective scan, once; of several heads the next one's."""
+        return self._states.pop(0) if self._states else None
+
+
+class WatchedCache(Earlier):
+    """A cache of the library's in a call that is not split. It puts a convolution's earlier inputs before the new ones
+    by itself; what the library's selective scans do not go on from is asked for here.
+
+    Args:
+        cache: what is watched from now on.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        update: Any = cache.update_conv_state
+        self._states = []
+
+        def watched(conv_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords) -> Tensor:
+            self.know(None, cache.get_recurrent_state(layer_idx, state_idx))
+            return update(conv_states, layer_idx, state_idx=state_idx, **keywords)
+
+        cache.update_conv_state = watched  # type: ignore[method-assign]
+
+
+class ContinuedRecorder(Earlier, CacheRecorder):
     """A recorder whose layers find what an earlier call left in a cache.
 
     Keys stay where they are: the attention function asks for those before the ones it is given. So does a convolution
@@ -153,13 +194,12 @@ class ContinuedRecorder(CacheRecorder):
 
     def __init__(self, cache: Cache) -> None:
         super().__init__()
-        self._cache = cache
-        self._tail: Tensor | None = None
+        self._cache, self._states = cache, []
         if not hasattr(cache, "get_conv_state"):  # then mixers look into a layer themselves
             self.layers = cache.layers
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords) -> Tensor:
-        self._tail = self.get_conv_state(layer_idx, state_idx)
+        self.know(self.get_conv_state(layer_idx, state_idx), self.get_recurrent_state(layer_idx, state_idx))
         return super().update_conv_state(conv_states, layer_idx, state_idx, **keywords)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor:
@@ -180,11 +220,6 @@ class ContinuedRecorder(CacheRecorder):
 
     def has_previous_state(self, *args, **keywords) -> bool:
         return self._cache.has_previous_state(*args, **keywords)
-
-    def tail(self, width: int) -> Tensor | None:
-        """The last `width` inputs ``[B, D, width]`` of the convolution whose inputs were recorded last, once."""
-        tail, self._tail = self._tail, None
-        return None if tail is None else tail[..., tail.shape[-1] - width :]
 
     def keys_before(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, S, D]`` that stand before those recorded as `key`.

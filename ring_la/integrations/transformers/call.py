@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from ...context import ShardedLayout
 from ...errors import UnsupportedError
-from .cache import ContinuedRecorder
+from .cache import ContinuedRecorder, WatchedCache
 
 
 class BlockwiseModel(Protocol):
@@ -104,7 +104,7 @@ class ModelCall:
     agreed: Tensor | None = None
     losses: list[Returned] = field(default_factory=list)
     head: HeadWork | None = None
-    earlier: ContinuedRecorder | None = None
+    earlier: ContinuedRecorder | WatchedCache | None = None
     blocks: BlockwiseModel | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 

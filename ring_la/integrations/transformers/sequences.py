@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,10 @@ from ...keystore.static import StaticKeys
 from ...nn import KVCache, LayerState
 from ...nn.decoding import KVRows
 from .attention import AttentionNames
+from .cache import WatchedCache
+from .call import Current, ModelCall
 from .masks import make_mask
-from .mixers import goes_on
+from .mixers import goes_on, make_forward, scans
 from .mixers.indexed import is_matrix
 from .mixers.latents import caches_latents
 from .next_token import ROWS, ExpertNames, KeysOfStep, attend_rows
@@ -70,9 +73,13 @@ class Sequences:
         self._takes = inspect.signature(model.forward).parameters
         self.name = "cache_params" if "cache_params" in self._takes else "past_key_values"
         self._step, self._experts = KeysOfStep(), ExpertNames(model)
+        self._alone, self._scans = Current(), False  # of a model that is not split
         self._latents: dict[int, bool] = {}  # layers that have them, and whether one matrix says what they become
         for module in model.modules():
             module._ring_la_rows = self._step  # type: ignore[assignment]
+            self._scans = self._scans or scans(module)
+            if scans(module) and self._split is None and "forward" not in vars(module):
+                module.forward = types.MethodType(make_forward(type(module), self._alone), module)
             if hasattr(module, "expand_kv") and caches_latents(type(module)):  # type: ignore[arg-type]
                 self._latents[int(module.layer_idx)] = is_matrix(module.kv_b_proj)  # type: ignore[arg-type]
         self._short = False
@@ -84,17 +91,19 @@ class Sequences:
 
     def read(self, ids: Tensor, states: Sequence[Any] | None) -> Prefilled:
         """Read ``ids [N, T]`` after what `states` have of as many sequences of one length (none are written to)."""
+        if states is not None and self._scans and self._split is not None and not self._is_split(ids):
+            for token in ids.unbind(1):  # so few that no rank has two
+                out = self.step(token, states, in_place=False)
+                states = out.states
+            return out
         if states is None:
             cache, positions = self._empty(), None
         else:
             cache, length = self._cache(states, own=False), _length(states)
             at = None if length is None else torch.arange(length, length + ids.shape[1], device=ids.device)
             positions = None if at is None else at[None].expand(len(ids), -1)
-        if self._split is None or not self.goes_on:
+        with self._going_on(cache, states is not None):
             out = self._call(ids, cache, positions)
-        else:
-            with self._split.current.going_on():
-                out = self._call(ids, cache, positions)
         return Prefilled(out.logits[:, -1], self._taken(cache))
 
     def step(self, tokens: Tensor, states: Sequence[Any], in_place: bool) -> Prefilled:
@@ -121,6 +130,18 @@ class Sequences:
             self._step.clear()
         after = [old if isinstance(old, (KVRows, StaticKeys)) else new for old, new in zip(states, self._taken(cache))]
         return Prefilled(out.logits[:, -1], after)
+
+    def _is_split(self, ids: Tensor) -> bool:
+        """Whether tokens after others are split over the ranks."""
+        return self.goes_on and self._split.batches.least(ids.shape[1]) > 1
+
+    def _going_on(self, cache: Cache, filled: bool) -> AbstractContextManager[None]:
+        """Within it layers go on from a cache."""
+        if self._split is not None:
+            return self._split.current.going_on() if self.goes_on else nullcontext()
+        if self._scans and filled:
+            return self._alone.during(ModelCall(None, earlier=WatchedCache(cache)))
+        return nullcontext()
 
     @torch.no_grad()
     def _call(self, ids: Tensor, cache: Cache | None, positions: Tensor | None) -> Any:

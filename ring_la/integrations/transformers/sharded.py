@@ -26,6 +26,7 @@ from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
 from ...inference.sharded_weights import ShardedWeights
 from .experts import chosen_experts, is_experts
+from .mixers import scans
 from .model import parallelize
 from .weights import load_weights
 
@@ -89,6 +90,7 @@ def shard_weights(model: PreTrainedModel, cp: ContextParallel) -> ShardedWeights
     model.register_forward_pre_hook(count, with_kwargs=True)
     weights = ShardedWeights(cp, lambda: current.call is None and tokens <= CUT)
     read_by_others = [m.kv_b_proj for m in model.modules() if hasattr(m, "expand_kv")]
+    read_by_others += [m.dt_proj for m in model.modules() if scans(m) and hasattr(m, "dt_proj")]
     weights.take_linears(model, read_by_others)  # type: ignore[arg-type]
     for module in model.modules():
         if is_experts(module) and len({p.shape[0] for p in module.parameters(recurse=False)}) == 1:

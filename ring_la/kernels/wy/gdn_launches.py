@@ -223,6 +223,11 @@ def _results(call: GDNCall) -> Inputs:
 
 
 LAUNCHES = SpanLaunches(
-    lambda *of: GDNCall.of(*of), _room, lambda chunks, heads: group(chunks, heads), _run, _back, _results
+    lambda x, cu, scale: GDNCall.of(x, cu, scale),
+    _room,
+    lambda chunks, heads: group(chunks, heads),
+    _run,
+    _back,
+    _results,
 )
 keeps, forward, gradients = LAUNCHES.keeps, LAUNCHES.forward, LAUNCHES.gradients

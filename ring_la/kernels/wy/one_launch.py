@@ -71,7 +71,7 @@ half of that in fp16 by the emulator, which no GPU has run yet."""
 DPLR_BY_LAUNCH = False
 """The same of DPLR whose gate has a bound: half the time, gradients' errors 1.4 to 1.7 times those of chunks."""
 DPLR_READS_BY_LAUNCH = False
-"""The same of its forward alone, where no backward follows: by the emulator outputs' errors are below those of chunks."""
+"""The same of its forward alone, where no backward follows: by the emulator its errors are below those of chunks."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""

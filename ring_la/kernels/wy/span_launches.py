@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,15 +18,24 @@ from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
 from ring_la.kernels.wy.kda_launches import by_row
 
-if TYPE_CHECKING:
-    from ring_la.kernels.wy.gdn_launches import GDNCall
-
 CHUNK = 32
 """Tokens a chunk."""
 KEPT = 3 * SAVED_STATES
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time: 4 % of the smallest Hopper GPU's
 memory. Not a share of what is free, which the host would wait for and which changes from call to call."""
 
+
+class SpanCall(Protocol):
+    """One device's tokens, as a rule's kernels take them."""
+
+    @property
+    def inputs(self) -> Inputs: ...
+    @property
+    def chunks(self) -> int: ...
+    def states(self) -> Tensor: ...
+
+
+Call = TypeVar("Call", bound=SpanCall)
 Kept = TypeVar("Kept")
 States = tuple[Tensor | None, Tensor | None]
 """Those that a launch begins with and those it ends with (gradients, backward)."""
@@ -39,7 +48,7 @@ def heads_at_a_time(chunks: int, heads: int, numbers: int) -> int:
 
 
 @dataclass(frozen=True)
-class SpanLaunches(Generic[Kept]):
+class SpanLaunches(Generic[Call, Kept]):
     """The launches of one rule.
 
     Attributes:
@@ -51,12 +60,12 @@ class SpanLaunches(Generic[Kept]):
         results: that room. q's and k's have the heads of v.
     """
 
-    call: Callable[[Inputs, Tensor | None, float], GDNCall]
-    room: Callable[[GDNCall, int], Kept]
+    call: Callable[[Inputs, Tensor | None, float], Call]
+    room: Callable[[Call, int], Kept]
     group: Callable[[int, int], int]
-    run: Callable[[GDNCall, range, Tensor | None, States, Kept | None], None]
-    back: Callable[[GDNCall, range, States, Kept, Tensor, Inputs], None]
-    results: Callable[[GDNCall], Inputs]
+    run: Callable[[Call, range, Tensor | None, States, Kept | None], None]
+    back: Callable[[Call, range, States, Kept, Tensor, Inputs], None]
+    results: Callable[[Call], Inputs]
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         """Whether a forward leaves what a backward wants, or that makes it again."""

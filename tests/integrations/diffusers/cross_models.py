@@ -13,6 +13,7 @@ from diffusers import (
     Kandinsky5Transformer3DModel,
     LTXVideoTransformer3DModel,
     PixArtTransformer2DModel,
+    PRXTransformer2DModel,
     SkyReelsV2Transformer3DModel,
     StableAudioDiTModel,
     WanTransformer3DModel,
@@ -138,7 +139,16 @@ def anyflow() -> tuple[nn.Module, dict[str, object]]:
     return model, inputs | dict(timestep=500 - 40 * steps, r_timestep=300 - 40 * steps)
 
 
+def prx() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(in_channels=4, patch_size=2, context_in_dim=12, hidden_size=32, num_heads=2, depth=2)
+    mask = torch.ones(B, TEXT)
+    mask[1, 3:] = 0
+    given = latents(6, 10) | dict(attention_mask=mask.bool())
+    return PRXTransformer2DModel(axes_dim=[8, 8], mlp_ratio=2.0, **sizes), given
+
+
 CROSS_CASES: dict[str, Case] = {
+    "prx": prx,
     "wan": wan,
     "wan, image": lambda: wan(image=True),
     "wan, steps": lambda: wan(True),

@@ -5,7 +5,6 @@ The pipelines are stand-ins that ask as Diffusers' do, of which tests.integratio
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -136,12 +135,17 @@ def test_guidance_on_an_axis_and_decoding_by_rows(ranks, rows):
     assert not any(ranks.run(4, check_guided, rows))
 
 
+class Parts:
+    """Of a pipeline."""
+
+
 def check_listed(rank: int) -> list[str]:
     """Z-Image's rows are a list of images."""
     model, given = make("z-image")
     given["x"] = [given["x"][0], given["x"][0] + 1]
     given["controlnet_block_samples"] = {n: x[:, :64] for n, x in given["controlnet_block_samples"].items()}
-    pipe = SimpleNamespace(components={"transformer": model}, transformer=model)
+    pipe = Parts()
+    pipe.transformer, pipe.components = model, {"transformer": model}
     cp = ring_la.ContextParallel(group(4), scan="ring", attention="ring", timeout=60)
     with torch.no_grad():
         want = model(**given).sample

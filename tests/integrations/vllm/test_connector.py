@@ -14,7 +14,7 @@ from ring_la.integrations.vllm.fetching import Worker
 from ring_la.integrations.vllm.memory import Shared
 from ring_la.integrations.vllm.scheduling import ConnectorSettings, Load, Scheduler, Told
 from ring_la.integrations.vllm.states import WorkerPart
-from ring_la.serving.reader import Desk, Door, listen
+from ring_la.serving.reader import AskedPrompt, Desk, Door, listen
 from ring_la.serving.reader.door import Handler
 from tests.integrations.vllm.test_pages import CPU, Pages, parcel, recurrent
 
@@ -83,6 +83,14 @@ def worker(rank: int, address: str) -> Worker:
     return Worker(layers, groups, WorkerPart(rank, 2), 2, ConnectorSettings(address, 4, 20.0))
 
 
+def taken(desk: Desk, key: int) -> AskedPrompt:
+    """The prompt that is read next; who leaves wakes the desk, too."""
+    limit = time.monotonic() + 10
+    while (asked := desk.next(key, 1.0)) is None:
+        assert time.monotonic() < limit
+    return asked
+
+
 def ended(workers: list[Worker]) -> list[tuple[set[str], set[str]]]:
     """What each says of the request it ends first."""
     out, limit = [], time.monotonic() + 10
@@ -106,7 +114,7 @@ def test_workers_fetch_into_blocks_of_any_size_and_requests_fail_alone(door, tmp
             each.start(Told([Load(name, f"{name} of this vLLM", IDS, 3, blocks)]))
 
     started("read", [[2, 0, 1], [3]])
-    desk.finish(desk.next(1, 10.0), [said])
+    desk.finish(taken(desk, 1), [said])
     assert ended(workers) == [({"read"}, set())] * 2
     for rank, each in enumerate(workers):
         pages, mixer = each._layers["layers.0.attn"].kv_cache[:, :24], each._layers["layers.1.mixer"]
@@ -115,16 +123,16 @@ def test_workers_fetch_into_blocks_of_any_size_and_requests_fail_alone(door, tmp
         assert torch.equal(mixer.kv_cache[1][3], state[3 * rank : 3 * rank + 3])
         assert mixer.kv_cache[0][:3].isnan().all()
     started("no block for the state", [[2, 0, 1], [-1]])
-    desk.finish(desk.next(2, 10.0), [said])
+    desk.finish(taken(desk, 2), [said])
     assert ended(workers) == [({"no block for the state"}, {"no block for the state"})] * 2
     assert workers[0]._layers["layers.1.mixer"].kv_cache[0][3].isfinite().all()  # the last block is another's
     started("given up", [[2, 0, 1], [3]])
-    desk.next(3, 10.0)
+    taken(desk, 3)
     for each in workers:
         each.start(Told(given_up=["given up"]))
     assert ended(workers) == [({"given up"}, {"given up"})] * 2
     started("the reader dies", [[2, 0, 1], [3]])
-    desk.next(4, 10.0)
+    taken(desk, 4)
     desk.close("the reader has lost a rank")
     assert ended(workers) == [({"the reader dies"}, {"the reader dies"})] * 2
     assert not any(each._leases for each in workers)
@@ -151,7 +159,7 @@ def test_who_says_nothing_is_shown_out_and_who_waits_is_not(door):
         waiting.settimeout(5)
         waiting.connect(address.removeprefix("unix:"))
         waiting.sendall(b"POST /read?prompt=a HTTP/1.1\r\nContent-Length: 8\r\n\r\n" + bytes(8))
-        asked = desk.next(1, 5.0)
+        asked = taken(desk, 1)
         desk.finish(asked, [{"rank": 0}])
         assert waiting.recv(1000).startswith(b"HTTP/1.1 200")
         time.sleep(0.8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
+from ..plans import FRONT, IMAGE, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, TimeSteps, TokenRows
 from .flux import COMMON
 
 WAN = BlockPlan(
@@ -137,6 +137,17 @@ _stable_audio = BlockPlan(
     },
 )
 
+# the image reads text and image in one attention, of which the text's keys are split, too
+_prx = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": TokenRows(TEXT),
+        "temb": SAME,
+        "image_rotary_emb": TokenRows(IMAGE, 2),
+        "attention_mask": KeyMask(TEXT),
+    },
+    {"attention": AttentionPlan(IMAGE, ("PRXAttnProcessor2_0",), keys=FRONT)},
+)
 HUNYUAN_DIT_INPUTS = (
     *(*COMMON, "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5"),
     *("image_meta_size", "style", "image_rotary_emb"),
@@ -214,6 +225,9 @@ CROSS: Mapping[str, ModelPlan] = {
         {"blocks": "SkyReelsV2TransformerBlock"},
         {"SkyReelsV2TransformerBlock": _skyreels},
         (*COMMON, "encoder_hidden_states_image", "fps"),
+    ),
+    "PRXTransformer2DModel": ModelPlan(
+        {"blocks": "PRXBlock"}, {"PRXBlock": _prx}, (*COMMON, "attention_mask"), last="final_layer"
     ),
     "AllegroTransformer3DModel": ModelPlan(
         {"transformer_blocks": "AllegroTransformerBlock"},

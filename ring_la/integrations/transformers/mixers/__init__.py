@@ -56,7 +56,7 @@ UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, qwen4_exp, r
 """Classes whose state a split call cannot put into a cache."""
 
 
-CONTINUED = set(latents.CLASSES).union(*(m.MIXERS for m in (convolution, delta, mamba, lightning)))
+CONTINUED = set(latents.CLASSES).union(*(m.MIXERS for m in (convolution, delta, mamba, lightning)), channelwise.SCANS)
 """Classes that go on from a filled cache on split tokens."""
 
 
@@ -86,6 +86,11 @@ def goes_on(model: nn.Module) -> bool:
     """Whether every mixer of a model with an entry is in `CONTINUED`."""
     names = (next((c.__name__ for c in type(m).__mro__ if c.__name__ in MIXERS), None) for m in model.modules())
     return all(name is None or name in CONTINUED for name in names)
+
+
+def scans(module: nn.Module) -> bool:
+    """Whether a module's recurrence goes on from earlier tokens in ours alone."""
+    return any(c.__name__ in channelwise.SCANS for c in type(module).__mro__)
 
 
 def make_forward(kind: type, current: Current) -> Callable:

@@ -43,7 +43,9 @@ def selective_scan(
     dt = F.softplus(dt) if delta_softplus else dt
     q, k = (y.transpose(1, 2)[:, :, None].float() for y in (C, B))
     g = dt[..., None] * A.float()
-    how: dict[str, Any] = dict(scale=1.0, output_final_state=return_last_state)
+    before = None if call.earlier is None else call.earlier.state()
+    before = None if before is None else before[..., None].float()
+    how: dict[str, Any] = dict(scale=1.0, initial_state=before, output_final_state=return_last_state)
     out = call.operator(gla, q, k, (dt * x)[..., None], g, **how)
     y = out.o[..., 0] if D is None else out.o[..., 0] + x * D.float()
     y = y.transpose(1, 2).to(hidden_states.dtype)
@@ -77,11 +79,15 @@ def griffin_block(call: ModelCall, layer: Any, *args, use_cache: bool | None = N
 SELECTIVE = {"causal_conv1d_fn": causal_conv1d_fn, "mamba_selective_scan": selective_scan}
 FUSED = SELECTIVE | {"mamba_inner_fn": no_fused_kernel}
 
-MIXERS = {
+SCANS = {
     "MambaMixer": FUSED,
     "FalconMambaMixer": FUSED,
     "JambaMambaMixer": SELECTIVE,
     "ZambaMambaMixer": SELECTIVE,
+}
+"""Mamba-1, whose scans go on from earlier tokens in ours alone: those of the library begin anew."""
+MIXERS = {
+    **SCANS,
     "RecurrentGemmaRecurrentBlock": griffin_block,
     "RecurrentGemmaRglru": rg_lru,
 }

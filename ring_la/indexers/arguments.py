@@ -1,0 +1,66 @@
+"""What indexers refuse, by name, and what ranks compare of their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..checks import FLOATS, check_offsets
+from ..context import ShardedLayout, check_together
+from ..errors import ArgumentError, Facts, describe_tensor
+
+Given = dict[str, tuple[object, int]]
+"""An indexer's tensors by name, the first of them queries, and how many dimensions each is to have."""
+Where = tuple[object, object]
+"""A call's layout and offsets."""
+
+
+def checked(call: str, given: Given, where: Where, check: Callable[[], None], **counts: object) -> None:
+    """Refuse, on every rank, what does not fit.
+
+    Args:
+        given: the tensors, whose second dimension is tokens. where: layout and cu_seqlens.
+        check: what is left to refuse when these are tensors. counts: ints of at least 1, alike on all ranks.
+    """
+    layout, cu_seqlens = where
+
+    def all_of_it() -> None:
+        for name, (x, dims) in given.items():
+            if not isinstance(x, Tensor) or x.dim() != dims or x.dtype not in FLOATS:
+                raise ArgumentError(name, f"a float tensor of {dims} dimensions", describe_tensor(x))
+        name, (q, _) = next(iter(given.items()))
+        assert isinstance(q, Tensor)
+        for other, (x, _) in given.items():
+            assert isinstance(x, Tensor)
+            if x.device != q.device:
+                raise ArgumentError(other, f"a tensor on {q.device}, where {name} is", x.device)
+        for other, n in counts.items():
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise ArgumentError(other, "an int ≥ 1", repr(n))
+        check()
+        _check_place(name, q, layout, cu_seqlens)
+
+    def brought() -> tuple[tuple[str, object], ...]:
+        facts = [(n, Facts.of(x, 1)) for n, (x, _) in given.items() if isinstance(x, Tensor)]
+        return (*facts, *counts.items(), ("gradients", torch.is_grad_enabled()))
+
+    check_together(call, layout, all_of_it, brought)
+
+
+def _check_place(name: str, q: Tensor, layout: object, cu_seqlens: object) -> None:
+    """Refuse a layout or offsets that do not fit the tokens of `q`."""
+    if layout is None:
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens, q.shape[0], q.shape[1], q.device)
+        return
+    if not isinstance(layout, ShardedLayout):
+        raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
+    if cu_seqlens is not None:
+        raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
+    if q.device != layout.cp.device:
+        raise ArgumentError("layout", f"one whose group works on {q.device}, where {name} is", layout.cp.device)
+    layout.require_local(name, q.shape[1])
+    if layout.packed and len(q) != 1:
+        raise ArgumentError("layout", f"one without packed documents for a batch of {len(q)}", repr(layout))
