@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -174,10 +175,13 @@ class Trainer:
         began, ending = time.time(), ""
         bar = tqdm(total=run.steps, initial=self.step, unit="step", disable=not self.first)
         with Terminated() as terminated, Profile(run.profile, self.folder) as profile:
+            ahead, failed = read(sequences, size)
+            ending = self._ending(began, terminated, failed)
             while self.step < run.steps and not ending:
-                metrics = self.one_step(list(islice(sequences, size)))
+                metrics = self.one_step(ahead)
                 profile.step()
-                ending = self._ending(began, terminated)
+                ahead, failed = read(sequences, size)
+                ending = self._ending(began, terminated, failed)
                 if log:
                     log.write(self.step, metrics)
                     bar.set_postfix_str(Log.line(metrics), refresh=False)
@@ -188,9 +192,13 @@ class Trainer:
         bar.close()
         if run.pretrained and self.step >= run.steps:
             self._write(run.pretrained)
-        if self.first and ending:
+        if ending:
             kept = "started again, it goes on from there" if run.save_every else "run.save_every is 0: no checkpoint"
-            print(f"stopped by {ending} after step {self.step} of {run.steps}; {kept}", flush=True)
+            said = f"stopped by {ending} after step {self.step} of {run.steps}; {kept}"
+            if ending not in WISHED:
+                raise SystemExit(said)
+            if self.first:
+                print(said, flush=True)
 
     def _sequences(self) -> Any:
         """The sequences that are left, however often this run was started."""
@@ -329,13 +337,29 @@ class Trainer:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
 
-    def _ending(self, began: float, terminated: Terminated) -> str:
+    def _ending(self, began: float, terminated: Terminated, failed: str) -> str:
         """What ends training after this step, on whichever rank it has come up; "" where nothing does."""
         late = time.time() - began > (self.config.run.deadline or math.inf)
-        reasons = torch.tensor([float(terminated.asked), float(late)], device=self.device)
+        reasons = torch.tensor([float(terminated.asked), float(late), float(bool(failed))], device=self.device)
         dist.all_reduce(reasons)
-        signalled, late = (reasons > 0).tolist()
-        return "SIGTERM" if signalled else "run.deadline" if late else ""
+        *wished, broken = (reasons > 0).tolist()
+        if broken:
+            said = [""] * dist.get_world_size()
+            dist.all_gather_object(said, failed)
+            return ", ".join(f"rank {rank}: {what}" for rank, what in enumerate(said) if what)
+        return next((name for name, yes in zip(WISHED, wished) if yes), "")
+
+
+WISHED = ("SIGTERM", "run.deadline")
+"""What ends a run as it was asked to."""
+
+
+def read(sequences: Iterator[Any], size: int) -> tuple[list[Any], str]:
+    """The next sequences, fewer at the end; and what went wrong on this rank, which the others then hear of."""
+    try:
+        return list(islice(sequences, size)), ""
+    except Exception as error:  # of any kind
+        return [], f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -177,6 +177,14 @@ class BalancedSequences(Dataset):
         for name, value in (("seq_len", seq_len), ("max_document", max_document)):
             if value is not None and value < 2:
                 raise ArgumentError(name, "at least 2 tokens", value)
+        for name, value, least in (
+            ("replicas", replicas, 1),
+            ("ranks", ranks, 1),
+            ("pool", pool, 1),
+            ("begin", begin, 0),
+        ):
+            if value < least:
+                raise ArgumentError(name, f"an int ≥ {least}", value)
         if sequences < 1 or sequences % replicas:
             raise ArgumentError("sequences", f"a multiple of replicas = {replicas}", sequences)
         self.corpus, self.seq_len, self.sequences, self.work = corpus, seq_len, sequences, work

@@ -114,13 +114,7 @@ def shard_parameters(
         UnsupportedError: a context rank without an expert, whose parts FSDP2 gives another shape.
     """
     experts = list(experts)
-    for p in (p for module in experts for p in module.parameters()):
-        ranks, each = mesh.axes.size(2), -(-p.shape[0] // mesh.axes.size(2))
-        if each * (ranks - 1) >= p.shape[0]:
-            hint = "Leave them whole, or take fewer context ranks"
-            raise UnsupportedError(
-                "experts", f"one for each of {ranks} context ranks, {each} to a rank", p.shape[0], hint
-            )
+    _refuse_without(experts, mesh.axes.size(2))
     gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)  # type: ignore[arg-type]
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
     own: Any = model
@@ -137,3 +131,12 @@ def shard_parameters(
     for name in filter(partial(hasattr, model), methods):
         register_fsdp_forward_method(model, name)
     return model
+
+
+def _refuse_without(experts: list[nn.Module], ranks: int) -> None:
+    """Refuse experts that leave one of the context ranks without any: FSDP2 gives its parts another shape."""
+    for p in (p for module in experts for p in module.parameters()):
+        each = -(-p.shape[0] // ranks)
+        if each * (ranks - 1) >= p.shape[0]:
+            expected = f"one for each of {ranks} context ranks, {each} to a rank"
+            raise UnsupportedError("experts", expected, p.shape[0], "Leave them whole, or take fewer context ranks")

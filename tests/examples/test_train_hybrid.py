@@ -264,6 +264,30 @@ def test_long_documents_are_cut(documents):
     assert 10 >= max(b - a for a, b in zip(cu, cu[1:])) > 1
 
 
+def cut_off(rank: int, options: list[str]) -> str:
+    """In the pool: a run whose last rank cannot read what comes third; what it says."""
+    script = example()
+
+    def batches(sequences: object, **keywords: object):
+        for i, sequence in enumerate(all_of(sequences, **keywords)):
+            if rank == 1 and i == 8:
+                raise OSError("no such disk")
+            yield sequence
+
+    all_of = script.batches
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "batches", batches)
+        with pytest.raises(SystemExit) as ended:
+            train(rank, options)
+    return str(ended.value)
+
+
+def test_what_one_rank_cannot_read_ends_all(pair, tmp_path):
+    said = "stopped by rank 1: OSError: no such disk after step 2 of 8; started again, it goes on from there"
+    assert pair.run(2, cut_off, arguments(tmp_path, run__save_every=5), timeout=30) == [said] * 2
+    assert [f.name for f in tmp_path.glob("checkpoints/*")] == ["step-00000002"]
+
+
 def without_end(rank: int, options: list[str]) -> None:
     """In the pool: a run whose first gradient is not finite while its loss is."""
     script = example()

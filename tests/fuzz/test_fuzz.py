@@ -34,6 +34,7 @@ FOUND = (
     '{"op":"mla","P":2,"T":2,"seed":755642186,"how":{"causal":true,"window":[-1,-1],"rotary":0,"latent":8}}',
     '{"op":"log_linear_attention","P":4,"kind":"balanced","T":13,"Hk":3,"K":3,"V":5,"seed":261556459}',
     '{"op":"mamba3_mimo","P":3,"kind":"balanced","T":12,"cu":[0,6,9,11,12],"groups":2,"K":6,"V":1,"seed":226072925}',
+    '{"op":"gated_delta_product","P":3,"kind":"balanced","T":12,"cu":[0,2,9,12],"seed":300273616,"how":{"own":true}}',
 )
 """What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ,
 segments of a balanced layout that were taken for those of another."""

@@ -61,6 +61,11 @@ def test_what_comes_next_follows_from_the_number_of_sequences():
     assert alike(shares[0] + shares[1]) == alike(later[i] for i in range(4))
     with pytest.raises(ArgumentError, match="sequences: expected a multiple of replicas = 3"):
         BalancedSequences(data, 1024, 4, WORK, replicas=3)
+    for name in ("replicas", "ranks", "pool"):
+        with pytest.raises(ArgumentError, match=f"{name}: expected an int ≥ 1, got 0"):
+            BalancedSequences(data, 1024, 4, WORK, **{name: 0})
+    with pytest.raises(ArgumentError, match="begin: expected an int ≥ 0, got -1"):
+        BalancedSequences(data, 1024, 4, WORK, begin=-1)
 
 
 def test_work_is_what_the_ranks_of_a_layout_have():
@@ -93,6 +98,13 @@ def test_ranks_of_a_long_tailed_mix_have_about_the_same_work():
         for groups in (cut, whole)
     )
     assert after < 1 + 0.4 * (before - 1), (before, after)
+    even = BalancedSequences(data, 32768, 6, WORK, replicas=2, ranks=3, kind="balanced")  # in any order of documents
+    slowest, mean = 0, 0.0
+    for s in range(4):
+        for cu in (even[6 * s + i][1] for i in range(6)):
+            work = by_rank([b - a for a, b in zip(cu, cu[1:])], 3, "balanced")
+            slowest, mean = slowest + int(work.max()), mean + float(work.double().mean())
+    assert slowest < 1.02 * mean
 
 
 def test_packing_leaves_over_what_has_no_room():
