@@ -32,9 +32,9 @@ import tests.support.without_fla  # noqa: F401
 SIZE = 4
 HANG = 90.0
 """Seconds one call may take."""
-OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training", "ring_la.serving.engine", "torch._dynamo",
-         "diffusers", "transformers.modeling_utils", "ring_la.integrations.transformers",
-         "ring_la.integrations.diffusers")  # fmt: skip
+OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training", "ring_la.serving.engine",
+         "ring_la.integrations.transformers", "ring_la.integrations.diffusers", "torch._dynamo", "diffusers",
+         "transformers.modeling_utils")  # fmt: skip
 """What ranks import, each for itself unless the process they are forked from has: of it, what a run's tests import."""
 
 _groups: dict[int, Any] = {}
