@@ -225,8 +225,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         loss, norm = loss.item(), norm.item()  # the one wait of the step
-        if not math.isfinite(loss):
-            raise SystemExit(f"step {self.step}: the loss is {loss}")
+        if not math.isfinite(loss + norm):  # the weights are lost: no checkpoint is made of them
+            raise SystemExit(f"step {self.step}: the loss is {loss}, the norm of its gradient {norm}")
         seconds, tokens = time.perf_counter() - start, int(seen)
         self.step, self.tokens = self.step + 1, self.tokens + tokens
         metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "seconds": seconds, "tokens": self.tokens}

@@ -10,7 +10,7 @@ of levels: the dense transition of `algebra`, on states ``[levels, K·V]``. So o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from .autograd import full_precision
 from .blockwise import fixed
 from .checks import FLOATS, check_scale, check_split
 from .context import ShardedLayout, check_together
-from .context.handle import found
+from .context.handle import layout_of, number_of
 from .context.operator import SplitOperator
 from .errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from .kernels.fenwick.operator import log_linear, unsupported
 from .kernels.fenwick.plain import LogLinearInputs, level_of, within
 from .outputs import LinearAttentionOutput
+from .schemas import declared, taken_apart
 
 
 class LocalRun(NamedTuple):
@@ -70,8 +71,9 @@ def log_linear_attention(
     Raises:
         ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
-    if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout):
-        return LinearAttentionOutput(_operator(q, k, v, g, lam, layout.number, scale, backend), None)
+    if torch.compiler.is_compiling() and (layout is None or isinstance(layout, ShardedLayout)):
+        others = LogLinearOthers(cu_seqlens, number_of(layout), scale, backend)
+        return LinearAttentionOutput(_operator(q, k, v, g, lam, *others), None)
     x = LogLinearInputs(q, k, v, g, lam)
     own = ("scale", scale), ("backend", backend)
     facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), *own)  # noqa: E731
@@ -81,19 +83,35 @@ def log_linear_attention(
         return LinearAttentionOutput(_run(x, scale, longest, layout, cu_seqlens, backend), None)
 
 
-def _whole(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, layout: int, scale: float | None, backend: str | None
-) -> Tensor:
-    """A split call by its layout's number."""
-    return log_linear_attention(q, k, v, g, lam, scale=scale, layout=found(layout), backend=backend).o
+class LogLinearOthers(NamedTuple):
+    """What a call has beside its inputs; `layout`: its number, 0 for none."""
+
+    cu_seqlens: Tensor | None
+    layout: int
+    scale: float | None
+    backend: str | None
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+def _by_number(*arguments: Any) -> Tensor:
+    """A call by its layout's number."""
+    x, others = taken_apart(arguments, LogLinearInputs, LogLinearOthers)
+    how = others._asdict() | {"layout": layout_of(others.layout)}
+    return log_linear_attention(*x, **how).o
+
+
+def _fake(*arguments: Any) -> Tensor:
+    v = LogLinearInputs(*arguments[:5]).v
     return v.new_empty(v.shape)
 
 
-_operator = SplitOperator("split_log_linear_attention", _whole, _fake, 5)
-"""What a compiled graph has of a split call."""
+_operator = SplitOperator(
+    "log_linear_attention",
+    _by_number,
+    _fake,
+    5,
+    schema=f"({declared(LogLinearInputs, LogLinearOthers)}) -> Tensor",
+)
+"""What a compiled graph has of a call: how a document's positions fall into levels depends on its length."""
 
 
 def _run(

@@ -22,6 +22,7 @@ TYPES = {
     "ChosenChoice": "str",
     "bool": "bool",
     "Sequence[int]": "SymInt[]",
+    "Sequence[float]": "float[]",
 }
 """The types of fields as operators name them."""
 

@@ -12,10 +12,9 @@ import torch
 
 from ring_la import ArgumentError
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.training import (
-    axis_sizes,
-    recompute,
-)
+from ring_la.models.rounds import refuse_growing
+from ring_la.nn import LAYERS
+from ring_la.training import axis_sizes, recompute
 
 OF_TRANSFORMERS = ("transformers", "scratch", "spread_experts", "lora", "lora_targets")
 """Options of `Model` that a HybridLM has not."""
@@ -196,10 +195,12 @@ class Config:
 
 
 LEAST = {
-    **{"data.seq_len": 2, "data.sequences": 1, "data.workers": 0, "memory.loss_chunk": 1, "memory.rounds": 1},
-    **{"optimizer.warmup": 0, "run.steps": 0, "run.save_every": 0, "run.keep": 1, "run.profile": 0},
+    **{"data.seq_len": 2, "data.sequences": 1, "data.workers": 0, "data.max_document": 2, "model.lora": 1},
+    **{"memory.loss_chunk": 1, "memory.rounds": 1, "memory.mlp_chunk": 1, "memory.offload": 0, "optimizer.warmup": 0},
+    **{"optimizer.final": 0, "optimizer.weight_decay": 0, "optimizer.beta1": 0, "optimizer.beta2": 0},
+    **{"run.steps": 0, "run.save_every": 0, "run.keep": 1, "run.profile": 0, "run.rehearse": 2, "run.deadline": 0},
 }
-"""The least value of what is counted."""
+"""The least value of a number, where one is given."""
 POSITIVE = ("optimizer.lr", "optimizer.clip", "optimizer.eps", "parallel.timeout")
 
 
@@ -208,10 +209,35 @@ def check(config: Config) -> None:
     for name in (*LEAST, *POSITIVE):
         part, _, option = name.partition(".")
         value = getattr(getattr(config, part), option)
-        if name in LEAST and value < LEAST[name]:
+        if name in LEAST and value is not None and value < LEAST[name]:
             raise ArgumentError(name, f"at least {LEAST[name]}", value)
         if name in POSITIVE and not value > 0:
             raise ArgumentError(name, "more than 0", value, ".inf clips nothing" if name == "optimizer.clip" else "")
+    for name in ("beta1", "beta2"):
+        if (value := getattr(config.optimizer, name)) >= 1:
+            raise ArgumentError(f"optimizer.{name}", "less than 1", value)
+    for name in config.memory.recompute:
+        if name not in ("mlp", "block", "norm", *LAYERS):
+            raise ArgumentError("memory.recompute", f"mlp, block, norm or names out of {', '.join(LAYERS)}", repr(name))
+    check_kind(config)
+
+
+def check_kind(config: Config) -> None:
+    """Refuse what the model that is trained, a HybridLM or one of Transformers, would not be told."""
+    model, made, default = config.model, config.model.transformers, Model()
+    for name in OF_TRANSFORMERS:
+        value, none = getattr(model, name), getattr(default, name)
+        if value != none and not made:
+            raise ArgumentError(f"model.{name}", f"{none} without model.transformers", value)
+    if model.lora_targets and model.lora is None:
+        raise ArgumentError("model.lora_targets", "none without model.lora", model.lora_targets)
+    if made and config.memory.rounds > 1:
+        raise ArgumentError("memory.rounds", "1 with model.transformers", config.memory.rounds)
+    if config.memory.rounds > 1 and config.parallel.layout != "zigzag":
+        raise ArgumentError("parallel.layout", "zigzag with memory.rounds", config.parallel.layout)
+    if config.run.pretrained and not made:
+        hint = "`ring-la export` writes a HybridLM"
+        raise ArgumentError("run.pretrained", "none without model.transformers", config.run.pretrained, hint)
 
 
 def check_on(config: Config, ranks: int) -> None:
@@ -225,7 +251,10 @@ def check_on(config: Config, ranks: int) -> None:
         raise ArgumentError("data.source", "a file or a folder", repr(data.source))
     if not model.transformers:
         with torch.device("meta"):
-            recompute(HybridLM(model.config(vocab_size=2)), config.memory.recompute, mlp_chunk=config.memory.mlp_chunk)
+            hybrid = HybridLM(model.config(vocab_size=2))
+        recompute(hybrid, config.memory.recompute, mlp_chunk=config.memory.mlp_chunk)
+        if config.memory.rounds > 1:
+            refuse_growing(zip(hybrid.config.layers, hybrid.blocks))
     if config.run.resume and (file := Path(config.run.folder, "config.json")).exists():
         refuse_other_model(config, json.loads(file.read_text()))
 

@@ -3,11 +3,13 @@ options of examples/train_hybrid.py that take it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
+from typing import Any
 
+from ..models import HybridConfig
 from .prediction import Prediction, Setting, predict
 
 CHUNK = 65536
@@ -46,20 +48,32 @@ def told(setting: Setting) -> str:
     return ", ".join(parts)
 
 
-def write(setting: Setting, line: Prediction, file: Path) -> None:
-    """The choice as YAML, for ``examples/train_hybrid.py --config``; a later --config or option wins."""
-    recompute = ", ".join(setting.recompute)
-    rows = ["parallel:", f"  context: {line.P}", f"  fsdp: {line.gpus // line.P}", "memory:", "  dtype: bfloat16"]
-    rows += [f"  parameters: {setting.parameters}", f"  recompute: [{recompute}]"]
-    rows += [f"  mlp_chunk: {setting.mlp_chunk or 'null'}", f"  offload: {'2.0' if setting.offload else 'null'}"]
-    rows += [f"  keep_attention: {str(setting.keep_attention).lower()}"]
-    rows += ["optimizer:", f"  kind: {setting.optimizer}", "data:", f"  seq_len: {setting.length}"]
-    rows += [f"  sequences: {line.gpus // line.P}"]
-    if setting.transformers:
-        rows += [
-            "model:",
-            f"  transformers: {setting.transformers}",
-            f"  spread_experts: {str(setting.spread).lower()}",
-        ]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(rows) + "\n")
+def as_options(setting: Setting, line: Prediction, shape: HybridConfig | None) -> str:
+    """The choice as YAML, for ``examples/train_hybrid.py --config``; a later --config or option wins.
+
+    Args:
+        shape: of a HybridLM; None: the model is `setting.transformers`.
+    """
+    replicas = line.gpus // line.P
+    model: dict[str, Any] = {"transformers": str(setting.transformers), "spread_experts": setting.spread}
+    if shape is not None:
+        model = {name: value for name, value in shape.to_dict().items() if name != "norm_eps"}
+    memory = {
+        "dtype": "bfloat16",
+        "parameters": setting.parameters,
+        "recompute": list(setting.recompute),
+        "mlp_chunk": setting.mlp_chunk,
+        "keep_attention": setting.keep_attention,
+        "loss_chunk": setting.loss_chunk,
+        "rounds": setting.rounds,
+        "offload": 2.0 if setting.offload else None,
+    }
+    parts = {
+        "model": model,
+        "parallel": {"context": line.P, "fsdp": replicas, "layout": setting.layout},
+        "memory": memory,
+        "optimizer": {"kind": setting.optimizer},
+        "data": {"seq_len": setting.length, "sequences": replicas},
+    }
+    rows = [f"{part}:\n" + "".join(f"  {k}: {json.dumps(v)}\n" for k, v in of.items()) for part, of in parts.items()]
+    return "".join(rows)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ..errors import ArgumentError
 from ..models import HybridConfig
 from ..nn import LAYERS, KVCache
 from ..scan.auto import Line
-from .choosing import choose, told, write
+from .choosing import as_options, choose, told
 from .cluster import Cluster
 from .prediction import STATES, Prediction, Setting, fastest, predict, splits
 from .rates import DEVICES, Rates
@@ -114,9 +115,9 @@ def run(args: argparse.Namespace) -> None:
         if line is lines[line.gpus][-1] and best[line.gpus] is None:
             print(f"  {line.gpus} GPUs: no split fits {setting.memory / 2**30:.0f} GiB (try --recompute)")
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         marked = [vars(line) | {"best": line is best[line.gpus]} for line in table]
-        args.out.write_text(json.dumps(dict(rates=setting.rates.source, length=setting.length, rows=marked), indent=1))
+        kept = dict(rates=setting.rates.source, length=setting.length, rows=marked)
+        save("--out", args.out, json.dumps(kept, indent=1))
 
 
 def _choose(args: argparse.Namespace, setting: Setting, clusters: Sequence[int]) -> None:
@@ -131,7 +132,7 @@ def _choose(args: argparse.Namespace, setting: Setting, clusters: Sequence[int])
         print(f"{gpus} GPUs: fits, {line.memory / 2**30:.1f} GiB, {line.seconds:.2f} s a step on P = {line.P}  <- best")
         print(f"  {told(chosen)}")
     if args.write and last:
-        write(*last, args.write)
+        save("--write", args.write, as_options(*last, _config(args)))
 
 
 def read(args: argparse.Namespace) -> Setting:
@@ -141,26 +142,8 @@ def read(args: argparse.Namespace) -> Setting:
         ArgumentError: naming the option.
     """
     config = _config(args)
-    numbers = {"--length": args.length, "--per-node": args.per_node}
-    numbers |= {"--mlp-chunk": args.mlp_chunk, "--rounds": args.rounds, "--loss-chunk": args.loss_chunk}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ArgumentError(name, "a number ≥ 1", value)
-    if args.write and not args.choose:
-        raise ArgumentError("--write", "--choose beside it", args.write)
-    if args.write and args.write.exists() and not args.force:
-        raise ArgumentError("--write", "a new file, or --force", f"{args.write}, which exists")
-    if args.memory is not None and not args.memory > 0:
-        raise ArgumentError("--memory", "GiB of one GPU, more than 0", args.memory)
     again = tuple(filter(None, args.recompute.split(",")))
-    for name in again:
-        if name not in ("block", "mlp", "norm", *LAYERS):
-            raise ArgumentError("--recompute", f"block, mlp, norm or names out of {', '.join(LAYERS)}", repr(name))
-    grows = config is not None and any(LAYERS[name].state_type is KVCache for name in config.layers)
-    if args.rounds > 1 and grows:
-        raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
-    if config is None and (args.mlp_chunk or args.rounds > 1 or set(again) - {"block"}):
-        raise ArgumentError("--transformers", "--recompute block alone beside it", f"{args.recompute} {args.mlp_chunk}")
+    _refuse(args, config, again)
     work = of_folder(args.transformers) if config is None else Workload.of(config)
     rates = Rates.read(args.rates) if args.rates else DEVICES[args.device]
     host: dict[str, Any] = {"post": 0.0, "launch": 0.0} if args.graphs else {}
@@ -171,6 +154,39 @@ def read(args: argparse.Namespace) -> Setting:
         args.spread_experts, args.parameters, args.optimizer, args.transformers,
         args.host_memory * 2**30, args.loss_chunk, args.keep_attention,
     )  # fmt: skip
+
+
+def _refuse(args: argparse.Namespace, config: HybridConfig | None, again: tuple[str, ...]) -> None:
+    """Refuse options that are none, or do not go together."""
+    numbers = {"--length": args.length, "--per-node": args.per_node}
+    numbers |= {"--mlp-chunk": args.mlp_chunk, "--rounds": args.rounds, "--loss-chunk": args.loss_chunk}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ArgumentError(name, "a number ≥ 1", value)
+    if args.rounds > args.length:
+        raise ArgumentError("--rounds", f"at most --length {args.length}", args.rounds)
+    if args.rounds > 1 and args.layout != "zigzag":
+        raise ArgumentError("--layout", "zigzag with --rounds", args.layout)
+    if args.config and args.transformers:
+        raise ArgumentError("--config", "none beside --transformers", args.config)
+    for name, file in (("--out", args.out), ("--write", args.write)):
+        if file and file.is_dir():
+            raise ArgumentError(name, "a file", f"the folder {file}")
+    if args.write and not args.choose:
+        raise ArgumentError("--write", "--choose beside it", args.write)
+    if args.write and args.write.exists() and not args.force:
+        raise ArgumentError("--write", "a new file, or --force", f"{args.write}, which exists")
+    for name, gib in (("--memory", args.memory), ("--host-memory", args.host_memory)):
+        if gib is not None and not gib > 0:
+            raise ArgumentError(name, "GiB of one GPU, more than 0", gib)
+    for name in again:
+        if name not in ("block", "mlp", "norm", *LAYERS):
+            raise ArgumentError("--recompute", f"block, mlp, norm or names out of {', '.join(LAYERS)}", repr(name))
+    grows = config is not None and any(LAYERS[name].state_type is KVCache for name in config.layers)
+    if args.rounds > 1 and grows:
+        raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
+    if config is None and (args.mlp_chunk or args.rounds > 1 or set(again) - {"block"}):
+        raise ArgumentError("--transformers", "--recompute block alone beside it", f"{args.recompute} {args.mlp_chunk}")
 
 
 def _config(args: argparse.Namespace) -> HybridConfig | None:
@@ -186,13 +202,26 @@ def _config(args: argparse.Namespace) -> HybridConfig | None:
     return HybridConfig(args.vocab, args.dim, layers, args.heads, mlp_dim=args.mlp_dim)
 
 
+def save(name: str, file: Path, text: str) -> None:
+    """Write what the option of this name asks for.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        raise ArgumentError(name, "a file that can be written", f"{file} ({error})") from None
+
+
 def link(name: str, text: str) -> Line:
     """ "10,300" as 10 µs and 300 GB/s."""
     try:
         alpha, beta = map(float, text.split(","))
     except ValueError:
         alpha, beta = -1.0, 0.0
-    if alpha < 0 or beta <= 0:
+    if not (0 <= alpha < math.inf and 0 < beta < math.inf):
         raise ArgumentError(name, "latency in µs and bandwidth in GB/s, such as 10,300", repr(text))
     return Line(alpha * 1e-6, beta * 1e9)
 

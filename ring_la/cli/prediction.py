@@ -13,6 +13,7 @@ from pathlib import Path
 from ..choices import LayoutKind
 from ..layout import Layout
 from ..scan import Chain, CostModel
+from ..training.flops import pairs
 from .cluster import Cluster
 from .rates import Rates
 from .workload import BlockWork, Workload
@@ -142,8 +143,10 @@ def local(setting: Setting, block: BlockWork, tokens: float) -> float:
         mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
         again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
     else:
-        operations = 2 * tokens * setting.length * block.heads * block.K  # causal: half of all pairs, two products
-        mixing, again = (rates.attention(operations, way, tokens, block.K) for way in (backward, False))
+        seen = pairs(setting.length, block.window) / setting.length  # keys of a query, in the mean; two products
+        operations = 4 * tokens * seen * block.heads * block.K
+        rows = tokens if block.window < 0 else min(tokens, block.window + 1)
+        mixing, again = (rates.attention(operations, way, rows, block.K) for way in (backward, False))
     if not backward:
         return products + AGAIN * moved + again
     seconds = products + PASSES * moved + mixing
@@ -163,8 +166,10 @@ def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:
 
 
 def rotation(setting: Setting, model: CostModel, block: BlockWork, tokens: float, P: int) -> float:
-    """Seconds of the ring of keys and values, P − 1 swaps forward; backward their gradients travel too."""
-    return (P - 1) * model.swap(block.kv * tokens) * (3 if setting.backward else 1)
+    """Seconds of the ring of keys and values, P − 1 swaps forward; backward their gradients travel too. With a window
+    what both segments of a rank need travels alone."""
+    rows = tokens if block.window < 0 else min(tokens, 2 * block.window / (P - 1))
+    return (P - 1) * model.swap(block.kv * rows) * (3 if setting.backward else 1)
 
 
 def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:

@@ -30,8 +30,9 @@ def of_folder(folder: Path) -> Workload:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     except (OSError, ValueError) as error:
+        why, *_ = str(error).splitlines()  # what follows lists all models there are
         raise ArgumentError(
-            "--transformers", "a folder with a causal model's config.json", f"{folder} ({error})"
+            "--transformers", "a folder with a causal model's config.json", f"{folder} ({why})"
         ) from None
     config = model.config.get_text_config()
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
@@ -41,7 +42,7 @@ def of_folder(folder: Path) -> Workload:
 
 
 def _block(layer: nn.Module, config: Any) -> BlockWork:
-    mixer = next((m for m in layer.modules() if _state(m, config) is not None), None)
+    mixer = _mixer(layer, config)
     recurrence, heads, K, V = ("", 0, 1, 1) if mixer is None else _state(mixer, config) or ("", 0, 1, 1)
     inside = set() if mixer is None else {id(m) for m in mixer.modules()}
     linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
@@ -67,7 +68,19 @@ def _block(layer: nn.Module, config: Any) -> BlockWork:
         kv=_keys(mixer) if softmax else 0,
         experts=stacked,
         routed=2 * chosen * config.hidden_size if experts else 0,
+        window=_window(mixer, config) if softmax else -1,
     )
+
+
+def _mixer(layer: nn.Module, config: Any) -> Any:
+    """What of a layer is along the sequence; None: nothing."""
+    found = [m for m in layer.modules() if _state(m, config) is not None]
+    inner = {id(m) for outer in found for m in outer.modules() if m is not outer}
+    outer = [m for m in found if id(m) not in inner]
+    if len(outer) > 1:
+        names = " and ".join(type(m).__name__ for m in outer)
+        raise UnsupportedError("--transformers", "layers of one kind each", f"{type(layer).__name__} of {names}")
+    return outer[0] if outer else None
 
 
 def _state(module: Any, config: Any) -> tuple[str, int, int, int] | None:
@@ -84,9 +97,16 @@ def _state(module: Any, config: Any) -> tuple[str, int, int, int] | None:
     if name.endswith("Attention") and (hasattr(module, "q_proj") or hasattr(module, "q_a_proj")):
         width = getattr(module, "head_dim", None) or module.qk_head_dim
         return "", config.num_attention_heads, width, width
-    if name.endswith(("Attention", "Mixer", "ShortConv")):
+    if name.endswith(("Attention", "Mixer", "ShortConv", "RecurrentBlock")):
         raise UnsupportedError("--transformers", "layers whose speed was measured", name)
     return None
+
+
+def _window(mixer: Any, config: Any) -> int:
+    """Earlier keys a query sees, −1: all. Layers of several kinds know their own window, others the configuration's."""
+    own = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) is None else None
+    keys = getattr(mixer, "sliding_window", own)
+    return keys - 1 if keys else -1
 
 
 def _keys(mixer: Any) -> int:

@@ -6,7 +6,7 @@ token leaves behind, and the bytes saved for the backward pass are those autogra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ RECURRENCES = {
     "rwkv7": "kda", "comba": "gated_delta_rule", "gdn2": "kda", "gated_delta_product": "gated_delta_rule",
     "mlstm": "simple_gla", "rwkv6": "gla", "hgrn": "simple_gla", "gsa": "gla", "mamba3": "simple_gla",
     "ttt": "delta_rule", "preconditioned_gdn": "gated_delta_rule", "preconditioned_kda": "kda",
+    "momentum_deltanet": "gated_delta_rule", "mesa_net": "simple_gla", "lightnet": "gla", "abc": "gla",
 }  # fmt: skip
 """Layer: the recurrence of `ring-la bench scan` whose rate stands for it (the same rule, or the next dearer one)."""
 PROBE = 128
@@ -46,7 +47,7 @@ class BlockWork:
             each of the two norms before them.
         recurrence: name in `TRANSITIONS`; "" for attention.
         heads, K, V: of the state; of attention, query heads and their width twice (of latents, the mean of K and V).
-        kv: bytes of keys and values, or of the latent, a token (attention).
+        kv: bytes of keys and values, or of the latent, a token (attention). window: earlier keys a query sees, −1: all.
         experts: parameters of stacked experts. routed: bytes a token brings to its experts on other ranks, one way.
     """
 
@@ -63,6 +64,7 @@ class BlockWork:
     kv: int = 0
     experts: int = 0
     routed: int = 0
+    window: int = -1
 
     @property
     def saved(self) -> float:
@@ -118,7 +120,8 @@ def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
         heads, width = layer.num_heads, layer.widths[0] // layer.num_heads
         saved = 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
         kv = 2 * sum(layer.widths[1:])
-        return BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, kv)
+        own = BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, kv)
+        return replace(own, window=layer.window)
     if isinstance(layer, MultiheadLatentAttention):
         heads, (K, V), latent = layer.num_heads, (sum(layer.q_widths), layer.v_up.shape[1]), sum(layer.widths)
         multiplied += layer.k_up.numel() + layer.v_up.numel()

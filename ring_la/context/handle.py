@@ -41,6 +41,16 @@ def found(number: int) -> Any:
     return handle
 
 
+def number_of(layout: Any) -> int:
+    """The number of a layout, 0 for None: what an operator takes that one device calls, too."""
+    return 0 if layout is None else layout.number
+
+
+def layout_of(number: int) -> Any:
+    """What `number_of` was given."""
+    return found(number) if number else None
+
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..context import ShardedLayout
+from ..context.handle import layout_of, number_of
 from ..errors import ArgumentError
-from .chosen import Chosen, Rows, best
+from .chosen import Chosen, Rows, best, empty_choice
 
 
 @torch.no_grad()
@@ -51,6 +52,8 @@ def block_index(
         raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
     if k.shape[1] != q.shape[1] and (layout is not None or cu_seqlens is not None or k.shape[1] < q.shape[1]):
         raise ArgumentError("k", f"as many tokens as q, {q.shape[1]}", k.shape[1])
+    if torch.compiler.is_compiling():
+        return Chosen(*_block_index(q, k, cu_seqlens, number_of(layout), size, topk))
     rows = Rows.of(q, layout, cu_seqlens, k if layout is None else None)
     blocks = Blocks.of(size, rows)
     means = blocks.means(k)
@@ -83,7 +86,8 @@ def full_block_index(
     Args:
         q: index queries ``[B, T, Hi, D]``, rotated. k: index keys ``[B, T, D]``, not rotated.
         pool: makes of means ``[B, blocks, D]``, in the dtype of k, and the places of the blocks' first tokens
-            ``[blocks]`` what queries are compared with (a norm, a rotation). The same on all ranks. None: the means.
+            ``[blocks]`` what queries are compared with (a norm, a rotation). The same on all ranks, each block by
+            itself; under torch.compile the last block comes several times. None: the means.
         size, topk, layout, cu_seqlens: as `block_index`.
 
     Returns:
@@ -93,10 +97,20 @@ def full_block_index(
         ArgumentError: by the name of the argument.
     """
     _check_one_key(q, k, size, topk)
+    if torch.compiler.is_compiling():
+        number = number_of(layout)
+        means, first = _block_means(k, cu_seqlens, number, size, _room(k, size, layout, cu_seqlens))
+        keys = means if pool is None else pool(means.to(k.dtype), first).to(means.dtype)
+        return Chosen(*_full_blocks(q, keys, cu_seqlens, number, size, topk))
     rows = Rows.of(q, layout, cu_seqlens)
     blocks = Blocks.of(size, rows)
     means = blocks.means(k[:, :, None])[:, :, 0]
     keys = means if pool is None else pool(means.to(k.dtype), blocks.first).to(means.dtype)
+    return _best_full(q, keys, size, topk, rows, blocks)
+
+
+def _best_full(q: Tensor, keys: Tensor, size: int, topk: int, rows: Rows, blocks: Blocks) -> Chosen:
+    """`full_block_index` of what blocks are compared by."""
 
     def score(strip: slice, some: slice) -> Tensor:
         s = torch.relu(torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(keys.dtype), keys[:, some])).sum(2)
@@ -135,6 +149,8 @@ def best_key_index(
         ArgumentError: by the name of the argument.
     """
     _check_one_key(q, k, size, topk)
+    if torch.compiler.is_compiling():
+        return Chosen(*_best_key(q, k, cu_seqlens, number_of(layout), size, topk, local))
     rows = Rows.of(q, layout, cu_seqlens)
     blocks, keys, wide = Blocks.of(size, rows), rows.gather(k), torch.promote_types(q.dtype, torch.float32)
     of_token = torch.searchsorted(blocks.first, torch.arange(rows.total, device=q.device), right=True) - 1
@@ -226,3 +242,58 @@ def _check_counts(size: object, topk: object) -> None:
     for name, x in (("size", size), ("topk", topk)):
         if not isinstance(x, int) or x < 1:
             raise ArgumentError(name, "an int ≥ 1", repr(x))
+
+
+# -- calls within a compiled graph: operators without gradients; layouts by number ------------------------------
+
+
+@torch.library.custom_op("ring_la::block_index", mutates_args=())
+def _block_index(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, topk: int
+) -> tuple[Tensor, Tensor]:
+    return block_index(q, k, size, topk, layout=layout_of(layout), cu_seqlens=cu_seqlens)
+
+
+_block_index.register_fake(lambda q, k, cu, layout, size, topk: empty_choice(q, k, k.shape[2], topk))
+
+
+@torch.library.custom_op("ring_la::best_key_index", mutates_args=())
+def _best_key(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, topk: int, local: int
+) -> tuple[Tensor, Tensor]:
+    return best_key_index(q, k, size, topk, local=local, layout=layout_of(layout), cu_seqlens=cu_seqlens)
+
+
+_best_key.register_fake(lambda q, k, cu, layout, size, topk, local: empty_choice(q, q, q.shape[2], topk))
+
+
+def _room(k: Tensor, size: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
+    """At least the blocks of all documents."""
+    if layout is not None:
+        return layout.seq_len // size + layout.num_documents
+    return k.shape[1] // size + (1 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+
+@torch.library.custom_op("ring_la::block_means", mutates_args=())
+def _block_means(k: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, room: int) -> tuple[Tensor, Tensor]:
+    """Means ``[B, room, D]`` and first tokens ``[room]`` of blocks, the last one again in the places that are left."""
+    blocks = Blocks.of(size, Rows.of(k, layout_of(layout), cu_seqlens))
+    at = torch.arange(room, device=k.device).clamp_(max=len(blocks) - 1)
+    return blocks.means(k[:, :, None])[:, at, 0], blocks.first[at]
+
+
+@_block_means.register_fake
+def _(k: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, room: int) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(k.dtype, torch.float32)
+    return k.new_empty(k.shape[0], room, k.shape[2], dtype=wide), k.new_empty(room, dtype=torch.int64)
+
+
+@torch.library.custom_op("ring_la::full_block_index", mutates_args=())
+def _full_blocks(
+    q: Tensor, keys: Tensor, cu_seqlens: Tensor | None, layout: int, size: int, topk: int
+) -> tuple[Tensor, Tensor]:
+    rows = Rows.of(q, layout_of(layout), cu_seqlens)
+    return _best_full(q, keys, size, topk, rows, Blocks.of(size, rows))
+
+
+_full_blocks.register_fake(lambda q, keys, cu, layout, size, topk: empty_choice(q, keys, 1, topk + 1))

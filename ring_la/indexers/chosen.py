@@ -26,6 +26,12 @@ class Chosen(NamedTuple):
     """Their scores ``[B, T, heads, S]``, −∞ there; without a gradient."""
 
 
+def empty_choice(q: Tensor, keys: Tensor, heads: int, topk: int) -> tuple[Tensor, Tensor]:
+    """What an indexer's operator gives a compiler: places and scores of a choice of queries ``[B, T, …]``."""
+    shape, wide = (*q.shape[:2], heads, topk), torch.promote_types(keys.dtype, torch.float32)
+    return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=wide)
+
+
 class Rows:
     """Where this rank's tokens stand in the whole sequence.
 

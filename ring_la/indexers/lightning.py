@@ -11,21 +11,24 @@ The choice has no gradient; the indexer learns from L alone, and L's gradient go
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only
 from ..context import ShardedLayout
-from ..errors import ArgumentError
+from ..context.handle import layout_of, number_of
+from ..errors import ArgumentError, SecondDerivativeError
+from ..kernels.choice import triton_installed
+from ..schemas import declared
 from ..softmax.products import product
-from .chosen import Chosen, Rows, best
+from .chosen import Chosen, Rows, best, empty_choice
 
 NUMBERS = 1 << 24
 """Numbers of chosen keys that exist at once in the loss, on a CPU."""
 ON_GPUS = 1 << 28
 """The same on a GPU, which many small strips would leave idle."""
-TAKEN = "torch"
-"""What forms scores on a GPU where nothing is named: `python -m benchmarks.chosen` times both."""
 
 
 @torch.no_grad()
@@ -46,8 +49,8 @@ def lightning_index(
             of which the queries are the last. w: ``[B, T, Hi]``, scales included.
         layout: how the sequence is split; index keys go to every rank. Collective.
         cu_seqlens: documents on one device.
-        backend: what forms scores: "torch", which None takes, or "triton", one kernel on CUDA, right on an
-            H200, whose speed was not measured.
+        backend: what forms scores: "triton", one kernel on CUDA, or "torch". None: "triton" on GPUs where it is
+            installed, but for fp64.
 
     Returns:
         Chosen(places int32 ``[B, T, 1, topk]``, scores ``[B, T, 1, topk]``), as `sparse_attention` and `mla` take them.
@@ -60,8 +63,10 @@ def lightning_index(
         raise ArgumentError("topk", "an int ≥ 1", repr(topk))
     if backend not in (None, "torch", "triton"):
         raise ArgumentError("backend", "None, torch or triton", repr(backend))
+    if torch.compiler.is_compiling():
+        return Chosen(*_index(q, k, w, cu_seqlens, number_of(layout), topk, backend))
     rows, form, formed = Rows.of(q, layout, cu_seqlens, k if layout is None else None), index_scores, q.shape[2]
-    if backend == "triton" or (backend is None and q.is_cuda and TAKEN == "triton" and q.dtype != torch.float64):
+    if backend == "triton" or (backend is None and q.is_cuda and triton_installed() and q.dtype != torch.float64):
         from .scores_kernel import scores as form  # needs Triton
 
         formed = 1  # heads are summed where they are formed
@@ -72,6 +77,17 @@ def lightning_index(
         return form(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
 
     return best(score, rows.total, rows.last + 1, (q.shape[0], formed), topk)
+
+
+@torch.library.custom_op("ring_la::lightning_index", mutates_args=())
+def _index(
+    q: Tensor, k: Tensor, w: Tensor, cu_seqlens: Tensor | None, layout: int, topk: int, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """A call within a compiled graph: places and scores."""
+    return lightning_index(q, k, w, topk, layout=layout_of(layout), cu_seqlens=cu_seqlens, backend=backend)
+
+
+_index.register_fake(lambda q, k, w, cu, layout, topk, backend: empty_choice(q, q, 1, topk))
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
@@ -118,51 +134,113 @@ def lightning_loss(
             raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}", list(x.shape))
     if chosen.dim() != 4 or list(chosen.shape[:3]) != [B, T, 1]:
         raise ArgumentError("chosen", f"[B, T, 1, S] with B={B}, T={T}", list(chosen.shape))
-    rows = Rows.of(q, layout, cu_seqlens)
     scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
+    picked, low = chosen[:, :, 0], attention_q.detach()
+    if torch.compiler.is_compiling():
+        keys, whole = (x if layout is None else layout.gather(x) for x in (k, attention_k.detach()))
+        return _loss(q, keys, w, picked, low, whole, cu_seqlens, number_of(layout), scale)[0]
+    rows = Rows.of(q, layout, cu_seqlens)
     with torch.no_grad():
         whole = rows.gather(attention_k.detach())
-    return _Loss.apply(q, rows.gather(k), w, chosen[:, :, 0], attention_q.detach(), whole, scale, rows)
+    return _Loss.apply(q, rows.gather(k), w, picked, low, whole, scale, rows)
 
 
 class _Loss(torch.autograd.Function):
-    """L and its gradients, which are formed with it: each strip of queries gathers its keys once."""
+    """L and its gradients, which are formed with it."""
 
     @staticmethod
     def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=q.device)
-        dq, dk, dw = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, w))  # dense: k was gathered
-        (B, T, S), width = chosen.shape, k.shape[2] + attention_k.shape[2:].numel()
-        n = max(1, (ON_GPUS if q.is_cuda else NUMBERS) // max(1, B * S * width))
-        batch = torch.arange(B, device=q.device)[:, None, None] * k.shape[1]
-        rows_k, rows_attention = (x.flatten(0, 1) for x in (k, attention_k))  # whole rows are gathered the fastest
-        for a in range(0, T, n):
-            some = slice(a, min(a + n, T))
-            at = chosen[:, some].long()
-            seen = (at >= rows.starts[some, None]) & (at <= rows.tokens[some, None])
-            at = at.clamp(min=0)
-            flat = (at + batch).flatten()
-            read = rows_attention.index_select(0, flat).unflatten(0, at.shape)
-            p = _attended(attention_q[:, some], read, seen, scale)
-            keys, q_, w_ = rows_k.index_select(0, flat).unflatten(0, at.shape), q[:, some], w[:, some].to(wide)
-            raw = product(q_.flatten(0, 1), keys.flatten(0, 1).mT).unflatten(0, at.shape[:2])  # [B, n, Hi, S]
-            keys, q_ = keys.to(wide), q_.to(wide)
-            s = (w_[:, :, None] @ torch.relu(raw))[:, :, 0].masked_fill(~seen, -torch.inf)
-            log = torch.where(seen, s - torch.logsumexp(s, -1, keepdim=True), 0.0)
-            loss += (torch.xlogy(p, p) - p * log).sum()
-            ds = torch.where(seen, torch.exp(log) * p.sum(-1, keepdim=True) - p, 0.0)[:, :, None]  # [B, n, 1, S]
-            dw[:, some] = (torch.relu(raw) * ds).sum(-1)
-            draw = (raw > 0) * ds * w_[..., None]
-            dq[:, some] = draw @ keys
-            dk.view(-1, k.shape[2]).index_add_(0, flat, (draw.mT @ q_).flatten(0, 2))
-        ctx.save_for_backward(dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype))
+        loss, *found = _with_gradients(q, k, w, chosen, attention_q, attention_k, scale, rows)
+        ctx.save_for_backward(*found)
         return loss
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
         return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 5
+
+
+class LossArguments(NamedTuple):
+    """A call of the loss as an operator takes it; k and attention_k are those of the whole sequence, `layout` is a
+    number."""
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    chosen: Tensor
+    attention_q: Tensor
+    attention_k: Tensor
+    cu_seqlens: Tensor | None
+    layout: int
+    scale: float
+
+
+def _formed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = LossArguments(*arguments)
+    return _with_gradients(*x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens))
+
+
+_loss = torch.library.custom_op(
+    "ring_la::lightning_loss",
+    _formed,
+    mutates_args=(),
+    schema=f"({declared(LossArguments)}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+"""The loss within a compiled graph, and gradients of q, k and w."""
+
+
+@_loss.register_fake
+def _(q: Tensor, k: Tensor, w: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss = q.new_empty((), dtype=torch.promote_types(q.dtype, torch.float32))
+    return loss, q.new_empty(q.shape), k.new_empty(k.shape), w.new_empty(w.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+
+
+def _times(ctx, grad: Tensor | None, *of_gradients: Tensor | None):
+    if any(g is not None for g in of_gradients):
+        raise SecondDerivativeError("lightning_loss has exact first derivatives only; a second one was asked for")
+    found = [None if grad is None else x * grad.to(x.dtype) for x in ctx.saved_tensors]
+    return *found, *[None] * 6
+
+
+_loss.register_autograd(_times, setup_context=_keep)
+
+
+def _with_gradients(
+    q: Tensor, k: Tensor, w: Tensor, chosen: Tensor, attention_q: Tensor, attention_k: Tensor, scale: float, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """L and its gradients for q, k and w: each strip of queries gathers its keys once."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=q.device)
+    dq, dk, dw = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, w))  # dense: k was gathered
+    (B, T, S), width = chosen.shape, k.shape[2] + attention_k.shape[2:].numel()
+    n = max(1, (ON_GPUS if q.is_cuda else NUMBERS) // max(1, B * S * width))
+    batch = torch.arange(B, device=q.device)[:, None, None] * k.shape[1]
+    rows_k, rows_attention = (x.flatten(0, 1) for x in (k, attention_k))  # whole rows are gathered the fastest
+    for a in range(0, T, n):
+        some = slice(a, min(a + n, T))
+        at = chosen[:, some].long()
+        seen = (at >= rows.starts[some, None]) & (at <= rows.tokens[some, None])
+        at = at.clamp(min=0)
+        flat = (at + batch).flatten()
+        read = rows_attention.index_select(0, flat).unflatten(0, at.shape)
+        p = _attended(attention_q[:, some], read, seen, scale)
+        keys, q_, w_ = rows_k.index_select(0, flat).unflatten(0, at.shape), q[:, some], w[:, some].to(wide)
+        raw = product(q_.flatten(0, 1), keys.flatten(0, 1).mT).unflatten(0, at.shape[:2])  # [B, n, Hi, S]
+        keys, q_ = keys.to(wide), q_.to(wide)
+        s = (w_[:, :, None] @ torch.relu(raw))[:, :, 0].masked_fill(~seen, -torch.inf)
+        log = torch.where(seen, s - torch.logsumexp(s, -1, keepdim=True), 0.0)
+        loss += (torch.xlogy(p, p) - p * log).sum()
+        ds = torch.where(seen, torch.exp(log) * p.sum(-1, keepdim=True) - p, 0.0)[:, :, None]  # [B, n, 1, S]
+        dw[:, some] = (torch.relu(raw) * ds).sum(-1)
+        draw = (raw > 0) * ds * w_[..., None]
+        dq[:, some] = draw @ keys
+        dk.view(-1, k.shape[2]).index_add_(0, flat, (draw.mT @ q_).flatten(0, 2))
+    return loss, dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
 
 
 def _attended(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:

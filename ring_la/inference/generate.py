@@ -74,7 +74,8 @@ class Sampler:
         if self.top_p < 1:
             likeliest, order = weights.sort(-1, descending=True)
             before = likeliest.cumsum(-1) - likeliest
-            weights = torch.zeros_like(weights).scatter(-1, order, likeliest.masked_fill(before >= self.top_p, 0))
+            out = (before >= self.top_p) & (before > 0)  # the likeliest stays, were top_p nothing in fp32
+            weights = torch.zeros_like(weights).scatter(-1, order, likeliest.masked_fill(out, 0))
         return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
 
 

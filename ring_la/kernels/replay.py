@@ -31,7 +31,7 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.recorder import Recorder
 from ring_la.kernels.runtime.tape import Playback, StepRecord
 from ring_la.kernels.runtime.triton_version import ALIGNMENT
-from ring_la.kernels.spans.plan import once
+from ring_la.kernels.spans.plan import once, query_dtype
 from ring_la.kernels.wy import one_launch
 
 
@@ -103,7 +103,8 @@ class Replay:
         self._fresh: list[Tensor] = []
         self._given: list[Tensor | None] = []
         key: list[Hashable] = [rule, self._scale, use, v.device, one_launch.knobs()]
-        given = ((q, dtype), (k, dtype), (v, dtype), (once(g), None), (beta, None), (a, dtype), (b, dtype))
+        queries = query_dtype(rule, q, dtype)
+        given = ((q, queries), (k, dtype), (v, dtype), (once(g), None), (beta, None), (a, dtype), (b, dtype))
         for x, to in (*given, (cu, torch.int32)):
             ready, known = self._bring(x, to)
             self._given.append(ready)

@@ -18,10 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autograd import traced
 from ..context import ContextParallel
-from ..softmax.products import product
+from ..kernels.choice import triton_installed
+from .columns import Columns, by_products
 from .decode import merged
-from .store import KeySize
+from .slabs import KeySize
+
+WIDEST = 512
+"""Channels of a key that the kernel takes."""
 
 
 class StaticRows:
@@ -43,7 +48,7 @@ class StaticRows:
         self._each = torch.arange(size, device=device)
         self.rows, self.columns = size, capacity
         self._at = self._kept = self.length
-        self._seen: dict[int, Tensor] = {}
+        self._spans: dict[int, tuple[Tensor, Tensor]] = {}
 
     def seat(self, row: int, positions: Tensor, length: int) -> None:
         """Row `row` is a sequence of `length` tokens, of which this rank has those at `positions`."""
@@ -58,7 +63,7 @@ class StaticRows:
 
     def begin(self, rows: int, columns: int) -> None:
         """A step of the first rows: each gets a token, within the first columns of the rank it is on."""
-        self.rows, self.columns, self._seen = rows, columns, {}
+        self.rows, self.columns, self._spans = rows, columns, {}
         length, here = self.length[:rows], self.here[:rows]
         self._kept = (length % self.ranks == self.rank) & (here < self.capacity)
         self._at = torch.where(self._kept, here, self.capacity)
@@ -73,15 +78,17 @@ class StaticRows:
         """Write each row's new token ``x [rows, 1, heads, ·]`` into ``memory [size, heads, capacity + 1, ·]``."""
         memory[self._each[: self.rows], :, self._at] = x[:, 0].to(memory.dtype)
 
-    def seen(self, window: int) -> Tensor:
-        """Which columns the new tokens see, bool ``[rows, columns]``."""
-        if window not in self._seen:
-            position = self.position[: self.rows, : self.columns]
-            seen = position >= 0
-            if window >= 0:
-                seen = seen & (self.length[: self.rows, None] - position <= window)
-            self._seen[window] = seen
-        return self._seen[window]
+    def spans(self, window: int) -> tuple[Tensor, Tensor]:
+        """The first column that each new token sees and the one behind its last, int64 ``[rows]``: positions ascend."""
+        if window not in self._spans:
+            end = self.here[: self.rows] + self._kept
+            if window < 0:
+                begin = torch.zeros_like(end)
+            else:
+                position = self.position[: self.rows, : self.columns]
+                begin = ((position >= 0) & (self.length[: self.rows, None] - position > window)).sum(1)
+            self._spans[window] = begin, end
+        return self._spans[window]
 
 
 class StaticKeys:
@@ -142,9 +149,9 @@ class StaticKeys:
         """The new token of each row ``q [rows, 1, H, K]``, whose key and value are written, over all of its sequence on
         all ranks: ``[rows, 1, H, V]``. One all-gather, as in `decode_attention`. softcap, sinks: as in
         `ring_la.attention`."""
-        keys, values = self._written(k, v)
-        scores = self._scores(q, keys) * (q.shape[3] ** -0.5 if scale is None else scale)
-        return self._attended(q, scores, values, window, softcap, sinks)
+        self._write(k, v)
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        return self._attended(q, self._read(window, values=True), factor, softcap, sinks)
 
     def decode_latents(
         self,
@@ -166,36 +173,35 @@ class StaticKeys:
         Returns:
             ``[rows, 1, H, L]``, from which values are made.
         """
-        latents, turns = self._written(latent, rotary)
-        scores = (self._scores(q, latents) + self._scores(turned, turns)) * scale
-        return self._attended(q, scores, latents, window, softcap, sinks)
+        self._write(latent, rotary)
+        return self._attended(q, self._read(window, turned[:, 0]), scale, softcap, sinks)
 
-    def _written(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' and show those of the step ``[rows heads, columns, ·]``, views."""
-        rows, N = self.rows, self.rows.rows
-        rows.put(self.k, k)
-        rows.put(self.v, v)
-        keys, values = (x[:N, :, : rows.columns].flatten(0, 1) for x in (self.k, self.v))
-        return keys, values
+    def _write(self, k: Tensor, v: Tensor) -> None:
+        self.rows.put(self.k, k)
+        self.rows.put(self.v, v)
 
-    def _scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        """``q [rows, 1, H, ·]`` with the keys: ``[rows heads, H / heads, columns]``, wide."""
-        return product(q[:, 0].unflatten(1, (self.k.shape[1], -1)).flatten(0, 1), keys.mT)
+    def _read(self, window: int, turned: Tensor | None = None, values: bool = False) -> Columns:
+        """What the step's tokens see: keys with their `values`, or latents with rotary keys, which `turned` meets."""
+        rows = self.rows
+        k, v = (x[: rows.rows, :, : rows.columns] for x in (self.k, self.v))
+        return Columns(k, v if values else None, *rows.spans(window), turned, None if values else v)
 
-    def _attended(
-        self, q: Tensor, scores: Tensor, values: Tensor, window: int, softcap: float, sinks: Tensor | None
-    ) -> Tensor:
-        """What the scores read, of all ranks."""
-        rows, N, heads = self.rows, self.rows.rows, self.k.shape[1]
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~rows.seen(window).repeat_interleave(heads, 0)[:, None], -torch.inf)
-        lse = scores.logsumexp(-1, keepdim=True)
-        weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse))
-        o, lse = (x.unflatten(0, (N, heads)).flatten(1, 2) for x in (product(weights, values), lse))
-        if rows.ranks > 1 and rows.cp is not None:
-            o, lse = merged(rows.cp.comm.all_gather(torch.cat([o, lse], -1)).wait(), 0)
+    def _attended(self, q: Tensor, read: Columns, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+        """What ``q [rows, 1, H, K]`` reads of all ranks."""
+        o, lse = _read(q[:, 0], read, scale, softcap)
+        if self.rows.ranks > 1 and self.rows.cp is not None:
+            o, lse = merged(self.rows.cp.comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
         if sinks is not None:  # a column of the softmax that has no value
-            lse = lse.reshape(*o.shape[:-1], 1)
-            o = o * torch.exp(lse - torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1)))
+            o = o * torch.exp(lse - torch.logaddexp(lse, sinks.to(lse.dtype)))[..., None]
         return o[:, None].to(q.dtype)
+
+
+def _read(q: Tensor, keys: Columns, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """What this rank's keys give, by the kernel where it can."""
+    k = keys.k
+    dtypes = q.dtype == k.dtype and k.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if not (k.is_cuda and triton_installed() and dtypes and k.shape[3] <= WIDEST) or traced(k):
+        return by_products(q, keys, scale, softcap)
+    from .decode_kernel import decode_columns  # needs Triton
+
+    return decode_columns(q, keys, scale, softcap)

@@ -1,4 +1,4 @@
-"""The memory: of each layer a tensor for each slab, ``[blocks · block, heads, channels]``, and who reads it."""
+"""The store: sequences side by side, what they take of the memory (`slabs`), and one layer's view of them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,13 @@ from torch import Tensor
 
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, describe_tensor
-from .pages import Extent, Held, Pages, SlabTokens
+from .pages import Held, Pages, SlabTokens
 from .plan import Plan
+from .slabs import KeySize, Slabs
 
 T = TypeVar("T")
 BLOCK = 256
 """Tokens of a block."""
-
-
-class KeySize(NamedTuple):
-    """What one token takes in one layer.
-
-    Of latents (`ring_la.mla`) ``heads`` is 1, ``key`` L + R and ``value`` 0: a value is the beginning of its key.
-    """
-
-    heads: int
-    key: int
-    value: int
 
 
 class KeyStore:
@@ -68,9 +58,8 @@ class KeyStore:
         self.sizes, self.cp, self.dtype = list(sizes), cp, dtype
         self.device = device or (torch.device("cpu") if cp is None else cp.device)
         self.ranks, self.rank = (1, 0) if cp is None else (cp.size, cp.rank)
-        self.pages = Pages(block, self._grow, self._drop, self._copy)
-        self.k: list[dict[int, Tensor]] = [{} for _ in sizes]
-        self.v: list[dict[int, Tensor]] = [{} for _ in sizes]
+        memory = Slabs(self.sizes, block, self.dtype, self.device)
+        self.pages, self.k, self.v = Pages(block, memory.grow, memory.drop, memory.copy), memory.k, memory.v
 
     def open(self, count: int) -> KeyRows:
         """`count` sequences without a token."""
@@ -91,23 +80,6 @@ class KeyStore:
     def nbytes(self) -> int:
         """Bytes this rank has taken."""
         return sum(x.nbytes for layer in (*self.k, *self.v) for x in layer.values())
-
-    def _grow(self, slab: int, blocks: int) -> None:
-        tokens = blocks * self.pages.block
-        for layer, (heads, key, value) in enumerate(self.sizes):
-            for memory, width in ((self.k, key), (self.v, value)):
-                memory[layer][slab] = torch.zeros(tokens, heads, width, dtype=self.dtype, device=self.device)
-
-    def _drop(self, slab: int) -> None:
-        for layer in (*self.k, *self.v):
-            del layer[slab]
-
-    def _copy(self, source: Extent, to: Extent) -> None:
-        n = self.pages.block
-        for layer in (*self.k, *self.v):
-            layer[to.slab][to.first * n : (to.first + to.size) * n] = layer[source.slab][
-                source.first * n : (source.first + source.size) * n
-            ]
 
 
 class Put(NamedTuple):

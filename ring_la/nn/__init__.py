@@ -17,13 +17,16 @@ from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
 from .mamba2 import Mamba2
 from .mamba3 import Mamba3
+from .mesa import MesaNet
 from .moba import MixtureOfBlockAttention
 from .moe import MixtureOfExperts, MoEOutput, Routing
+from .momentum import MomentumDeltaNet
 from .parts import RMSNorm
 from .preconditioned import PreconditionedGatedDeltaNet, PreconditionedKDA
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
+from .shares import ABCAttention, LightNet
 from .sparse import NativeSparseAttention
 from .ttt import TTTLinear
 from .xlstm import MLSTM
@@ -56,10 +59,15 @@ LAYERS: dict[str, type[Layer]] = {
     "ttt": TTTLinear,
     "preconditioned_gdn": PreconditionedGatedDeltaNet,
     "preconditioned_kda": PreconditionedKDA,
+    "momentum_deltanet": MomentumDeltaNet,
+    "mesa_net": MesaNet,
+    "lightnet": LightNet,
+    "abc": ABCAttention,
 }
 """Names of the layers in a model's list."""
 
 __all__ = [
+    "ABCAttention",
     "Attention",
     "Comba",
     "DeepSeekSparseAttention",
@@ -78,14 +86,17 @@ __all__ = [
     "Layer",
     "LayerOutput",
     "LayerState",
+    "LightNet",
     "LightningAttention",
     "LinearAttention",
     "MLSTM",
     "Mamba2",
     "Mamba3",
+    "MesaNet",
     "MixtureOfBlockAttention",
     "MixtureOfExperts",
     "MoEOutput",
+    "MomentumDeltaNet",
     "MultiScaleRetention",
     "MultiheadLatentAttention",
     "NativeSparseAttention",

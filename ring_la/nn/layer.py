@@ -94,6 +94,8 @@ class Layer(nn.Module, ABC):
     same_bits: ClassVar[bool] = False
     """Whether all of `mix` between operators goes through `LayerCall.rows`, so that under a deterministic layout bits
     do not depend on the split; else such a layout is refused. A class with a `mix` of its own says so again."""
+    cuts: ClassVar[str] = ""
+    """Why no state can be gone on from with the same bits under a deterministic layout, which is then refused."""
     mode: Mode
     """Of the recurrence, in layers that have one; so is `backend`."""
     backend: RecurrenceBackend | None
@@ -197,6 +199,8 @@ class Layer(nn.Module, ABC):
             layout.require_local("x", x.shape[1])
         if fixed(layout) and not self.same_bits:
             raise UnsupportedError("layout", f"one without deterministic=True for {name}", "a deterministic one")
+        if state is not None and self.cuts and fixed(layout):
+            raise UnsupportedError("state", f"None under a deterministic layout for {name}", "a state", self.cuts)
         if state is not None and not isinstance(state, self.state_type):
             raise ArgumentError("state", f"a {self.state_type.__name__} or None for {name}", type(state).__name__)
 

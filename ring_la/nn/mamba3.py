@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blockwise import fixed
 from ..choices import Mode, RecurrenceBackend
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..recurrences import mamba3, mamba3_mimo
 from .layer import (
     Layer,
@@ -50,6 +49,7 @@ class Mamba3(Layer):
     """
 
     same_bits = True
+    cuts = "A token writes again with the next one, which a state has and a block has not"
     SLOWEST = 1e-4
     DT_RANGE = (1e-3, 1e-1)
 
@@ -91,12 +91,6 @@ class Mamba3(Layer):
             self.mimo_x, self.mimo_z, self.mimo_o = (nn.Parameter(t) for t in (one / rank, one.clone(), one / rank))
         self.D = nn.Parameter(torch.ones(num_heads))
         self.out_proj = nn.Linear(inner, dim, bias=False)
-
-    def _check(self, x: Tensor, state: LayerState | None, call: LayerCall) -> None:
-        super()._check(x, state, call)
-        if state is not None and fixed(call.layout):
-            hint = "A token writes again with the next one, which a state has and a block has not"
-            raise UnsupportedError("state", "None under a deterministic layout for Mamba3", "a state", hint)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         z, u, B, C, dt, a, lam, turn = call.rows(self.in_proj, x).split(self.widths, -1)

@@ -6,11 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blockwise import fixed
 from ..checks import check_depth
 from ..choices import Mode, RecurrenceBackend
 from ..conv import token_shift
-from ..errors import UnsupportedError
 from ..recurrences import rwkv6
 from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
 from .parts import HeadNorm
@@ -33,6 +31,7 @@ class RWKV6(Layer):
 
     same_bits = True
     knows_depth = True
+    cuts = "A block's last token is written in the next block, and a state holds it already"
 
     def __init__(
         self,
@@ -64,12 +63,6 @@ class RWKV6(Layer):
         self.r_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.norm = HeadNorm(H, V, eps=1e-5 * V)
         self.out_proj = nn.Linear(dim, dim, bias=False)
-
-    def _check(self, x: Tensor, state: LayerState | None, call: LayerCall) -> None:
-        super()._check(x, state, call)
-        if state is not None and fixed(call.layout):
-            hint = "A block's last token is written in the next block, and a state holds it already"
-            raise UnsupportedError("state", "None under a deterministic layout for RWKV6", "a state", hint)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..choices import Mode, RecurrenceBackend
+from ..kernels.fused.unit_length import l2norm
 from ..recurrences import ttt_linear
+from ..recurrences.ttt import one_token
 from .layer import (
     Layer,
     LayerCall,
@@ -34,7 +36,7 @@ class TTTLinear(Layer):
     each document. In PyTorch; on a split sequence ranks follow one another, a group of heads at a time.
 
     The state is ``[N, H, 2K + 2, K]``: W over c as the mini-batch began, and below them the sums of gradients since.
-    Where it goes on the host reads how many tokens were seen.
+    Where more than one token goes on the host reads how many were seen.
 
     Args:
         dim: D. num_heads: H. head_dim: K = V (default D / H). mini_batch: tokens whose gradients are taken at one W.
@@ -71,6 +73,8 @@ class TTTLinear(Layer):
         *qkv, gate = call.rows(self.qkvg_proj, x).chunk(4, -1)
         rates = call.rows(self._rates, call.rows(self.rate_proj, x))
         tokens = [*(split_heads(y, self.num_heads) for y in qkv), rates]
+        if state is not None and self._one_token(x, state, call):
+            return self._stepped(tokens, gate, state, call)
         keywords: dict[str, Any] = dict(call.keywords)
         first: int | tuple[int, ...] = 0
         if state is not None:
@@ -95,8 +99,7 @@ class TTTLinear(Layer):
             backend=self.backend,
             **keywords,
         )
-        o = call.rows(self.norm, merge_heads(o).view(gate.shape))
-        out = call.rows(self.out_proj, call.rows(lambda o, gate: o * F.gelu(gate), o, gate))
+        out = self._gated(o, gate, call)
         if not call.output_state:
             return LayerOutput(out, None)
         length = lengths(x, None if state is None else state.length, call)
@@ -104,6 +107,35 @@ class TTTLinear(Layer):
             return LayerOutput(out, state._replace(length=length))
         W, c, dW, dc = final  # type: ignore[misc]
         return LayerOutput(out, LayerState(torch.cat([W, c[:, :, None], dW, dc[:, :, None]], 2), length=length))
+
+    def _gated(self, o: Tensor, gate: Tensor, call: LayerCall) -> Tensor:
+        o = call.rows(self.norm, merge_heads(o).view(gate.shape))
+        return call.rows(self.out_proj, call.rows(lambda o, gate: o * F.gelu(gate), o, gate))
+
+    def _one_token(self, x: Tensor, state: LayerState, call: LayerCall) -> bool:
+        """Whether each document has one more token: a step that the device makes without the host."""
+        if x.shape[1] != 1 or call.packed or call.layout is not None or self.backend not in (None, "torch"):
+            return False
+        S, N = state.recurrent, x.shape[0]
+        fits = S is not None and S.shape == (N, self.num_heads, 2 * self.K + 2, self.K) and S.dtype == wide(x).dtype
+        fits = fits and state.length is not None and state.length.shape == (N,)
+        return bool(fits) and not (call.in_place and torch.is_grad_enabled())
+
+    def _stepped(self, tokens: list[Tensor], gate: Tensor, state: LayerState, call: LayerCall) -> LayerOutput:
+        q, k, v, rates = tokens
+        S, seen = state.recurrent, state.length
+        assert S is not None
+        assert seen is not None
+        both = S.unflatten(2, (2, -1))
+        o, new = one_token(
+            (l2norm(q), l2norm(k), v, rates), self.inner_weight, self.inner_bias, both, seen, self.mini_batch
+        )
+        out, S_new = self._gated(o, gate, call), new.flatten(2, 3)
+        if not call.output_state:
+            return LayerOutput(out, None)
+        if call.in_place:
+            S_new = S.copy_(S_new)
+        return LayerOutput(out, LayerState(S_new, length=seen + 1))
 
     def _rates(self, y: Tensor) -> Tensor:
         return torch.sigmoid(wide(y)) * (self.rate / self.K)

@@ -25,8 +25,9 @@ from torch.nn.functional import pad
 from ..context import ShardedLayout
 from ..indexers.chosen import Rows
 from ..keystore import LayerKeys
-from ..keystore.chosen import Asking, Whereabouts, gathered, own_chosen
+from ..keystore.chosen import Asking, gathered, own_chosen
 from ..keystore.decode import merged
+from ..keystore.whereabouts import Whereabouts
 from ..softmax.merging import wide
 from .choice import Sizes
 from .compressed import BlockMap, Compressed, mapped

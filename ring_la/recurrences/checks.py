@@ -76,7 +76,7 @@ def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
         if x.device != q.device:
             raise ArgumentError(name(f), f"a tensor on {q.device}, where {name('q')} is", x.device)
     for f in ("k", "v"):
-        if present[f].dtype != q.dtype:
+        if present[f].dtype != q.dtype and not (r.wide_queries and q.dtype == torch.float32):
             raise ArgumentError(name(f), f"{q.dtype}, the dtype of {name('q')}", present[f].dtype)
     return sizes
 

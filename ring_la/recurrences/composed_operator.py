@@ -2,7 +2,8 @@
 
     ring_la::split_composed    its tensors, the parts of its initial state, numbers -> (o, the parts of the final state)
 
-The parts of the call, each split by itself, run within the node; its gradients are those of the call made once more.
+The parts of the call, each split by itself, run within the node; its gradients are those of the call made once more. So
+do, on one device, those whose parts no compiler follows (`Definition.opaque`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..choices import Mode, RecurrenceBackend
-from ..context.handle import found
+from ..context import ShardedLayout
+from ..context.handle import found, layout_of, number_of
 from ..context.operator import SplitOperator
 from ..outputs import LinearAttentionOutput
 from ..schemas import declared
@@ -31,24 +33,33 @@ TENSORS, PARTS = 10, 4
 def fits(definition: Definition, options: CommonOptions) -> bool:
     """Whether the operator has arguments for such a call."""
     few = len(definition.arguments) <= TENSORS and len(definition.states) <= PARTS
-    return few and options.backend != "reference" and not options.in_place and options.cu_seqlens is None
+    where = isinstance(options.layout, ShardedLayout) and options.cu_seqlens is None
+    where = where or (options.layout is None and definition.opaque)
+    return few and where and options.backend != "reference" and not options.in_place
 
 
-def traced(number: int, definition: Definition, given: Mapping[str, Any], options: CommonOptions) -> Any:
-    """A split call within a compiled graph. `number`: of the definition; `given`: the call's own arguments."""
-    layout, state = options.layout, parts_of(options.initial_state)
-    assert layout is not None
+def traced(number: str, definition: Definition, given: Mapping[str, Any], options: CommonOptions) -> Any:
+    """Such a call within a compiled graph. `number`: of the definition; `given`: the call's own arguments."""
+    layout, cu, state = options.layout, options.cu_seqlens, parts_of(options.initial_state)
     tensors = [given.get(n) for n in definition.arguments]
+    rest = {n: x for n, x in given.items() if n not in definition.arguments}
+    numbers = {n: x for n, x in rest.items() if isinstance(x, int) and not isinstance(x, bool)}
+    fractions = {n: x for n, x in rest.items() if isinstance(x, float)}
+    documents = next(x for x in tensors if x is not None).shape[0] if cu is None else cu.shape[0] - 1
     others = ComposedOthers(
-        layout=layout.number,
+        cu_seqlens=cu,
+        layout=number_of(layout),
         definition=number,
-        rest="\n".join([f"{n}={x!r}" for n, x in given.items() if n not in definition.arguments]),
+        names="\n".join([*numbers, *fractions]),
+        numbers=[*numbers.values()],
+        fractions=[*fractions.values()],
+        rest="\n".join([f"{n}={x!r}" for n, x in rest.items() if n not in numbers and n not in fractions]),
         scale=options.scale,
         unit=options.use_qk_l2norm,
         final=options.output_final_state,
         form=options.mode,
         backend=options.backend,
-        documents=layout.num_documents if layout.packed else next(x for x in tensors if x is not None).shape[0],
+        documents=layout.num_documents if layout is not None and layout.packed else documents,
     )
     out = split_composed(*_padded(tensors, TENSORS), *_padded(state, PARTS), *others)
     parts = out[1 : 1 + len(definition.states)]
@@ -64,13 +75,19 @@ class ComposedOthers(NamedTuple):
     """What a call has beside its tensors.
 
     Attributes:
-        layout, definition: their numbers. rest: its own arguments that are no tensors, a line each.
+        layout: its number, 0 for none. definition: its number, written out: a compiler may leave an int open.
+        names, numbers, fractions: its own arguments that are ints, then floats, which a compiler may leave open.
+        rest: those that are no tensors either, a line each.
         unit: whether q and k become of unit length. final: whether the final state is wanted. form: the mode.
         documents: how many there are.
     """
 
+    cu_seqlens: Tensor | None
     layout: int
-    definition: int
+    definition: str
+    names: str
+    numbers: Sequence[int]
+    fractions: Sequence[float]
     rest: str
     scale: float | None
     unit: bool
@@ -91,7 +108,7 @@ class ComposedCall(NamedTuple):
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> ComposedCall:
         others = ComposedOthers(*arguments[TENSORS + PARTS :])
-        known: Definition = found(others.definition)
+        known: Definition = found(int(others.definition))
         own = {n: x for n, x in zip(known.arguments, arguments[:TENSORS]) if x is not None}
         state = arguments[TENSORS : TENSORS + len(known.states)]
         return cls(known, own, tuple(state), others)
@@ -101,9 +118,10 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:
     """o and the parts of the final states, empty where there are none."""
     known, own, given, x = ComposedCall.of(arguments)
     others = {n: literal_eval(value) for n, value in (line.split("=", 1) for line in x.rest.splitlines())}
+    others |= zip(x.names.splitlines(), [*x.numbers, *x.fractions])
     state: Any = None if given[0] is None else given[0] if len(given) == 1 else given
     choice = cast(Mode, x.form), cast("RecurrenceBackend | None", x.backend)
-    options = CommonOptions(x.scale, state, x.final, x.unit, found(x.layout), None, *choice)
+    options = CommonOptions(x.scale, state, x.final, x.unit, layout_of(x.layout), x.cu_seqlens, *choice)
     call = functools.partial(known.describe, **own, **others)
     o, after = run_composed(known, call, options, tuple(sorted(others.items())))
     parts = [] if after is None else [*parts_of(after)]
@@ -114,7 +132,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     known, own, _, call = ComposedCall.of(arguments)
     sizes = check_arguments(known.arguments, own)
     name = next(n for n in own if known.arguments[n].values)
-    letters = [letter for letter in known.arguments[name].shape if letter in "BTHVD"]  # tokens, whatever their steps
+    letters = known.arguments[name].shape.replace("N", "")  # tokens, whatever their steps
     o = own[name].new_empty([sizes[letter] for letter in letters])
     shapes = [[call.documents, *(sizes[letter] for letter in part)] for part in known.states] if call.final else []
     parts = [torch.empty(shape, dtype=state_dtype_of(own), device=o.device) for shape in shapes]

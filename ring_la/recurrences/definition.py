@@ -31,6 +31,7 @@ class Recurrence(NamedTuple):
         normalizer: q and k of the denominator's own, whose read-out stands in one more column of the output; without a
             direction only.
         decays: the heads' log-decays where every token's are the same: what gives them, or the caller's tensor.
+        wide_queries: q may be fp32 beside narrower k and v; its gradient is then not rounded.
     """
 
     rule: Rule
@@ -40,6 +41,7 @@ class Recurrence(NamedTuple):
     names: Mapping[str, str] = {}
     decays: Callable[[], tuple[float, ...]] | Tensor | None = None
     normalizer: tuple[Tensor, Tensor] | None = None
+    wide_queries: bool = False
 
     def read(self, o: Tensor) -> Tensor:
         """o, of ``scale · Sᵀ q``."""
@@ -94,6 +96,8 @@ class Definition:
         sizes: for examples, those of its own letters.
         same_bits: of one made of others: what it does to tokens goes through `ring_la.by_block`, so that under a
             deterministic layout its bits do not depend on the split; else such a layout is refused.
+        opaque: of one made of others: on one device, too, it is one node to a compiler, which cannot follow what the
+            host does between its parts.
     """
 
     name: str
@@ -107,6 +111,7 @@ class Definition:
     flags: Mapping[str, object] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     same_bits: bool = False
+    opaque: bool = False
 
     @property
     def composed(self) -> bool:

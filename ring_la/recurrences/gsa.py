@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..algebra import Rule
@@ -21,7 +22,6 @@ from ..reference.by_token import outer, read
 from .arguments import KEY, QUERY, VALUE, Argument
 from .definition import CommonOptions, Recurrence
 from .erase import keys_of
-from .gla import gla
 from .recurrence import recurrence
 
 
@@ -29,6 +29,12 @@ from .recurrence import recurrence
 def _scores(q: Tensor, k: Tensor, s: Tensor, g: Tensor) -> Recurrence:
     """Hkᵀ ← diag(e^g) Hkᵀ + s kᵀ, scores = Hkᵀ q."""
     return Recurrence(Rule("additive", "diagonal", reads="values"), Inputs(q, s, k, g), names={"k": "s", "v": "k"})
+
+
+@recurrence(paper="the values of gated slot attention")
+def _read(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
+    """Gated linear attention, q fp32."""
+    return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g), names={"k": "s"}, wide_queries=True)
 
 
 def token(
@@ -67,8 +73,11 @@ def gated_slot_attention(
         q, k, s.to(q.dtype), g, scale=options.scale, initial_state=None if first is None else first.mT,
         output_final_state=final, **options.scan,
     )  # fmt: skip
-    slots = by_block(lambda x: x.softmax(-1), scores, layout=options.layout)
-    o, values = gla(slots, s.to(slots.dtype), v, g, scale=1.0, initial_state=second,
-                    output_final_state=final, **options.scan)  # fmt: skip
+    # in fp32, its gradient too: what slots have in common cancels between that and the scores' gradient
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = by_block(lambda x: x.softmax(-1, dtype=wide), scores, layout=options.layout)
+    o, values = _read(
+        weights, s.to(v.dtype), v, g, scale=1.0, initial_state=second, output_final_state=final, **options.scan
+    )
     state: Any = (keys.mT, values) if keys is not None else None
     return LinearAttentionOutput(o, state)

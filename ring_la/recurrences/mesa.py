@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only, traced
+from ..blockwise import by_block, exact_sum, fixed
+from ..blockwise.sums import OF_TOKENS, part_of
+from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..kernels.choice import triton_installed
 from ..outputs import LinearAttentionOutput
@@ -54,6 +57,8 @@ def token(
     token=token,
     states=("HKK", "HKV"),
     flags=dict(steps=30),
+    opaque=True,
+    same_bits=True,
 )
 def mesa_net(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lam: Tensor, steps: int = 30, *, options: CommonOptions
@@ -72,15 +77,26 @@ def mesa_net(
         raise ArgumentError("steps", "an int ≥ 1", repr(steps))
     G, S = (None, None) if options.initial_state is None else options.initial_state
     heads, scale = v.shape[2], float(options.scale)  # type: ignore[arg-type]
-    q, k = (keys_of(heads, t) for t in (q, k))
+    wide = state_dtype_of({"k": k})
+
+    def ready(q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        q, k = (keys_of(heads, t) for t in (q, k))
+        return q, k, (beta[..., None].to(wide) * k).to(k.dtype)
+
+    q, k, written = by_block(ready, q, k, beta, layout=options.layout)
     solver = _solver(k, g, beta, lam, G, steps, options)
     with torch.no_grad():
         x = solver(q, scale)
-    written = (beta[..., None].to(state_dtype_of({"k": k})) * k).to(k.dtype)
     final = dict(scale=1.0, output_final_state=options.output_final_state)
     y, G = simple_gla(x, written, k, g, initial_state=G, **final, **options.scan)
     o, S = simple_gla(
-        _Solved.apply(q, y, lam, x, solver, scale), written, v, g, initial_state=S, **final, **options.scan
+        _Solved.apply(q, y, lam, x, solver, scale, options.layout),
+        written,
+        v,
+        g,
+        initial_state=S,
+        **final,
+        **options.scan,
     )
     return LinearAttentionOutput(o, None if S is None else (G, S))  # type: ignore[arg-type]
 
@@ -101,9 +117,12 @@ def _solver(
     written = rate * keys
 
     def times(p: Tensor) -> Tensor:
-        return simple_gla(p, keys, written, g, scale=1.0, initial_state=G, **options.scan).o + lam * p
+        return simple_gla(p, written, keys, g, scale=1.0, initial_state=G, **options.scan).o
 
-    return lambda right, scale: _conjugate_gradients(times, scale * right.to(keys.dtype), steps).to(right.dtype)
+    def solve(right: Tensor, scale: float) -> Tensor:
+        return _conjugate_gradients(times, lam, scale * right.to(keys.dtype), steps, options.layout).to(right.dtype)
+
+    return solve
 
 
 def _fits(k: Tensor, *others: Tensor) -> bool:
@@ -113,16 +132,22 @@ def _fits(k: Tensor, *others: Tensor) -> bool:
     return bool(k.is_cuda and triton_installed() and not traced(k) and dtypes and k.shape[3] <= WIDEST and k.numel())
 
 
-def _conjugate_gradients(times: Times, right: Tensor, steps: int) -> Tensor:
-    """x with ``times(x) = right``, each row by itself, after so many steps from zero."""
-    x, r, p, size = torch.zeros_like(right), right, right, right.square().sum(-1, keepdim=True)
+def _conjugate_gradients(
+    times: Times, lam: Tensor, right: Tensor, steps: int, layout: ShardedLayout | None = None
+) -> Tensor:
+    """x with ``times(x) + λ x = right``, each row by itself, after so many steps from zero."""
+    x, r, p = torch.zeros_like(right), right, right
     for _ in range(steps):
-        y = times(p)
-        step = _over(size, (p * y).sum(-1, keepdim=True))
-        x, r = x + step * p, r - step * y
-        left = r.square().sum(-1, keepdim=True)
-        p, size = r + _over(left, size) * p, left
+        x, r, p = by_block(_step, x, r, p, times(p), layout=layout, shared=(lam,))
     return x
+
+
+def _step(x: Tensor, r: Tensor, p: Tensor, y: Tensor, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x, what is left of the right side and the next direction, of those before and y, the product with p."""
+    y, size = y + lam * p, r.square().sum(-1, keepdim=True)
+    step = _over(size, (p * y).sum(-1, keepdim=True))
+    x, r = x + step * p, r - step * y
+    return x, r, r + _over(r.square().sum(-1, keepdim=True), size) * p
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:
@@ -136,21 +161,24 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, y: Tensor, lam: Tensor, x: Tensor, solver: Solver, scale: float
+        ctx: Any, q: Tensor, y: Tensor, lam: Tensor, x: Tensor, solver: Solver, scale: float,
+        layout: ShardedLayout | None,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x)
-        ctx.solver, ctx.scale, ctx.dtypes = solver, scale, (q.dtype, y.dtype, lam.dtype)
+        ctx.save_for_backward(x, lam)
+        ctx.layout, ctx.way_back = layout, layout.cp.comm.agreement.way_back() if fixed(layout) else None
+        ctx.solver, ctx.scale, ctx.dtypes = solver, scale, (q.dtype, y.dtype)
         return x.clone()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), u = ctx.saved_tensors, ctx.solver(dx, 1.0)
-        q, y, lam = ctx.dtypes
-        wide = torch.promote_types(lam, torch.float32)
-        return (
-            (ctx.scale * u).to(q),
-            (-u).to(y),
-            -torch.einsum("bthk,bthk->hk", u.to(wide), x.to(wide)).to(lam),
-            *[None] * 3,
-        )
+        (x, lam), u = ctx.saved_tensors, ctx.solver(dx, 1.0)
+        q, y = ctx.dtypes
+        wide = torch.promote_types(lam.dtype, torch.float32)
+        if fixed(ctx.layout):
+            ctx.way_back()
+            rows = -(u.to(wide) * x.to(wide)).flatten(0, 1)
+            dlam = part_of(exact_sum(rows, ctx.layout, OF_TOKENS), ctx.layout, lam)
+        else:
+            dlam = -torch.einsum("bthk,bthk->hk", u.to(wide), x.to(wide)).to(lam.dtype)
+        return (ctx.scale * u).to(q), (-u).to(y), dlam, *[None] * 4

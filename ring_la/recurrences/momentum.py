@@ -52,6 +52,7 @@ def token(
     token=token,
     states=("HKV", "HKV"),
     same_bits=True,
+    opaque=True,
 )  # fmt: skip
 def momentum_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, mu: Tensor, beta: Tensor, eta: Tensor, *,

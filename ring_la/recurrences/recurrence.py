@@ -54,6 +54,7 @@ def recurrence(
     flags: Mapping[str, object] = MappingProxyType({}),
     sizes: Mapping[str, int] = MappingProxyType({}),
     same_bits: bool = False,
+    opaque: bool = False,
 ) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
@@ -70,7 +71,7 @@ def recurrence(
         states: the parts of its state, the dimensions after N a letter each.
         flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
         same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
-            deterministic layouts are refused.
+            deterministic layouts are refused. opaque: see `Definition`.
     """
 
     def define(describe: Callable[..., Any]) -> Public:
@@ -78,7 +79,7 @@ def recurrence(
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
             loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
-        rest = default_scale, states, flags, sizes, same_bits
+        rest = default_scale, states, flags, sizes, same_bits, opaque
         return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
@@ -112,7 +113,7 @@ def public(definition: Definition) -> Public:
     own = _own(describe)
     common = _common(definition)
     names = frozenset(p.name for p in common)
-    composed, names_of_own, number = definition.composed, tuple(own.parameters), enter(definition)
+    composed, names_of_own, number = definition.composed, tuple(own.parameters), str(enter(definition))
     run = run_composed if composed else _run
     apart = outside_graphs(run)
 
@@ -120,19 +121,18 @@ def public(definition: Definition) -> Public:
     def function(*args: Any, **keywords: Any) -> LinearAttentionOutput:
         options = CommonOptions(**{k: keywords.pop(k) for k in [*keywords] if k in names})
         call = functools.partial(describe, *args, **keywords)
+        compiling = torch.compiler.is_compiling()
+        if compiling and composed and composed_operator.fits(definition, options):
+            return composed_operator.traced(number, definition, dict(zip(names_of_own, args)) | keywords, options)
         if options.layout is None:
             return run(definition, call, options, ())
         named = sorted((*zip(own.parameters, args), *keywords.items()), key=itemgetter(0))
         flags = tuple([(n, x) for n, x in named if not isinstance(x, Tensor)])
-        if not torch.compiler.is_compiling():
+        if not compiling:
             return run(definition, call, options, flags)
-        if not isinstance(options.layout, ShardedLayout):
+        if composed or not isinstance(options.layout, ShardedLayout):
             return apart(definition, call, options, flags)
-        if not composed:
-            return _traced(definition, call, options, flags)
-        if not composed_operator.fits(definition, options):
-            return apart(definition, call, options, flags)
-        return composed_operator.traced(number, definition, dict(zip(names_of_own, args)) | keywords, options)
+        return _traced(definition, call, options, flags)
 
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput

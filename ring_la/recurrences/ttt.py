@@ -55,6 +55,7 @@ def _near_one(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape:
     states=("HKK", "HK", "HKK", "HK"),
     flags=dict(mini_batch=4),
     same_bits=True,
+    opaque=True,
 )  # fmt: skip
 def ttt_linear(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, mini_batch: int = 16, eps: float = 1e-6,
@@ -103,6 +104,29 @@ def ttt_linear(
     if end is not None and options.output_final_state:
         final = (end[:, :, 0, :-1], end[:, :, 0, -1], end[:, :, 1, :-1], end[:, :, 1, -1])
     return LinearAttentionOutput(o, final)
+
+
+def one_token(
+    tokens: Sequence[Tensor], w: Tensor, b: Tensor, S: Tensor, seen: Tensor, size: int, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """`ttt_linear` of one more token of each document, by the device alone: o ``[N, 1, H, K]`` and the state after it.
+
+    Args:
+        tokens: q, k, v ``[N, 1, H, K]`` and η ``[N, 1, H]``. w, b: of the norm ``[H, K]``. size: of a mini-batch.
+        S: W over c, and the gradients so far ``[N, H, 2, K+1, K]``. seen: tokens before, int64 ``[N]``.
+    """
+    q, k, v, eta = (t.transpose(1, 2).to(S.dtype) for t in tokens)
+    eta, place, rows = eta[..., None], seen % size, (-1, 1, 1, 1)
+    W, G = S.unbind(2)
+    G = torch.where((place == 0).view(rows), 0, G)
+    target, one = v - k, q.new_ones(*q.shape[:3], 1)
+    q, k = torch.cat([q * q.shape[3] ** -0.5, one], -1), torch.cat([k, one], -1)
+    w, b = w.to(S.dtype), b.to(S.dtype)
+    G = G + k.mT @ _inner_gradient(k @ W, target, w, b, eps)
+    z = (q @ W - eta * (q @ G)).transpose(1, 2)
+    last = (place == size - 1).view(rows)
+    state = torch.stack([torch.where(last, W - eta * G, W), torch.where(last, 0, G)], 2)
+    return (z + _normal(z, eps)[0] * w + b).to(tokens[2].dtype), state
 
 
 def _by_kernels(given: Sequence[Tensor], size: int, scale: float, options: CommonOptions) -> bool:

@@ -16,7 +16,7 @@ from ..inference import KeyRows, LayerKeys, Prefilled, Sampler
 from ..nn import KVCache
 from ..nn.decoding import KVRows
 from ..nn.seats import Seats
-from .model import Served
+from .model import FATAL, Served
 from .sampling import Chooser
 
 
@@ -103,16 +103,22 @@ class Batch:
                 states.append(type(layer[0])(*(_joined(field) for field in fields)))
         return Prefilled(logits, states)
 
-    def sample(self) -> list[int | None]:
-        """The next token of each row; None where the logits are not finite, which no sampling survives."""
+    def sample(self) -> list[int | Exception | None]:
+        """The next token of each row; None where the logits are not finite, which no sampling survives, and an error
+        where they could not be sampled, which is that row's alone."""
         logits = self.logits
         finite = logits.isfinite().all(-1, keepdim=True)
         logits = torch.where(finite, logits, 0)
+        errors: dict[int, Exception] = {}
         if all(row.sampler.greedy for row in self.rows):
             tokens = logits.argmax(-1)
         else:
-            tokens = torch.cat([row.sampler(logits[i : i + 1]) for i, row in enumerate(self.rows)])
-        return [token if token >= 0 else None for token in torch.where(finite[:, 0], tokens, -1).tolist()]
+            chosen = [_chosen_token(row.sampler, logits[i : i + 1]) for i, row in enumerate(self.rows)]
+            errors = {i: token for i, token in enumerate(chosen) if isinstance(token, Exception)}
+            nothing = finite.new_zeros(1, dtype=torch.int64)
+            tokens = torch.cat([nothing if isinstance(token, Exception) else token for token in chosen])
+        told = enumerate(torch.where(finite[:, 0], tokens, -1).tolist())
+        return [errors.get(i, token if token >= 0 else None) for i, token in told]
 
     def step(self, tokens: Sequence[int]) -> None:
         """Read the token that came of each row."""
@@ -126,6 +132,16 @@ class Batch:
             seats.advance()
             if seats.full:
                 self._after = self._arranged(range(len(self.rows)), [])
+
+
+def _chosen_token(sampler: Sampler | Chooser, logits: torch.Tensor) -> torch.Tensor | Exception:
+    """The token ``[1]`` of one row, or why there is none."""
+    try:
+        return sampler(logits)
+    except FATAL:
+        raise
+    except Exception as error:  # of whatever kind: it is this row's
+        return error
 
 
 def _joined(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -20,6 +20,9 @@ class Silent(Exception):
 
 async def body(request: Request, most: int, silent: float) -> object:
     """A request's JSON, of at most so many bytes, with at most so many seconds between two parts."""
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > most:  # before a client that waits for a word sends any of it
+        raise ArgumentError("body", f"at most {most} bytes", said)
     data, parts = bytearray(), aiter(request.stream())
     while True:
         try:
@@ -38,7 +41,8 @@ def read(data: bytes) -> object:
     # numbers by way of Python: json, in C, would keep every other thread from running until it has read them all
     numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
     try:
-        value = json.loads(data, **numbers)
+        # as UTF-8 and nothing else: of bytes `json` would take other encodings, and halves of characters
+        value = json.loads(data.decode("utf-8-sig"), **numbers)
         if b"\\ud" in data.lower():  # half a character may be written so, and cannot be said again
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:

@@ -17,25 +17,22 @@ An error in a request fails that request, where it is the same on all ranks; any
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Sequence
-
-import torch
 
 from ..context import ContextParallel
 from ..errors import PeerError
 from .batch import NOBODY, Row
 from .capacity import Capacity
 from .completion import Completion
+from .decoding import Decoding, fail_all
 from .model import Served
 from .pace import Pace
 from .prefixes import Prefixes
 from .prompts import Prompts, Reading
 from .ranks import DECODING as OF_THE_BATCH
 from .ranks import PAUSE, Ranks, What, Word
-from .states import FATAL, States
+from .states import States
 from .text import Stream, Text
 from .tiers import Keep
 from .waiting import Stopping, Waiting
@@ -94,8 +91,7 @@ class Engine:
         self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)
         self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
-        self._jobs: dict[int, Completion] = {}  # whose sequences are decoded, by their numbers in the batch
-        self._numbers = itertools.count(1)
+        self._decoding = Decoding(self.batch, text, model.device, self._say)
         self._stop_at: float | None = None
         self._closed = threading.Event()
 
@@ -114,7 +110,7 @@ class Engine:
     @property
     def decoding(self) -> list[Completion]:
         """Whose sequences are decoded, in the order of the batch's rows (rank 0)."""
-        return [self._jobs[row.number] for row in self.batch.rows]
+        return self._decoding.jobs
 
     @property
     def waiting(self) -> int:
@@ -213,26 +209,17 @@ class Engine:
         if self._stop_at is not None:
             if not self.running + self.waiting or time.monotonic() > self._stop_at:
                 return False
-        self._let_go()
+        self._decoding.let_go()
+        self._prompts.let_go()
         while self.running < self._capacity.batch and self._begin():
             pass
         if self._prompts and not (self.batch.rows and self._pace.decodes):
             self._read(self._prompts.next())
         if self.batch.rows:
             start = time.monotonic()
-            self._decode()
+            self._decoding.step()
             self._pace.decoded(time.monotonic() - start)
         return True
-
-    def _let_go(self) -> None:
-        """Forget requests that nobody waits for any more."""
-        jobs = self.decoding
-        stay = [i for i, job in enumerate(jobs) if not job.cancelled]
-        if len(stay) < len(jobs):
-            error = self._say(Word(What.STAY, ids=torch.tensor(stay)) if stay else Word(What.CLEAR))
-            self._fail_some([jobs[i] for i in stay], error)
-        self._jobs = {row.number: self._jobs[row.number] for row in self.batch.rows}
-        self._prompts.let_go()
 
     def _begin(self) -> bool:
         """Take the next request, if there is one and room for it; with nothing else to do, wait a little for it."""
@@ -255,61 +242,9 @@ class Engine:
         if error is None and reading.left:
             return
         if error is None:
-            self._join(reading)
+            self._decoding.join(reading.job, reading.state)
         self._prompts.end(reading)
-        self._fail_some([reading.job], error)
-
-    def _join(self, reading: Reading) -> None:
-        """The sequence is decoded from now on."""
-        job, request = reading.job, reading.job.request
-        try:
-            generator = torch.Generator(self.model.device)
-            if request.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(request.seed)
-            job.sampler = request.sampler(generator)
-            row = Row(next(self._numbers), job.sampler)
-        except FATAL:
-            raise
-        except Exception as error:
-            job.fail("the request has failed", error)
-            return
-        self._jobs[row.number] = job
-        self._fail_some([job], self._say(Word(What.JOIN, start=reading.state), row))
-
-    def _decode(self) -> None:
-        """A token of each sequence."""
-        jobs = self.decoding
-        try:
-            tokens = self.batch.sample()
-        except FATAL:
-            raise
-        except Exception as error:
-            self._say(Word(What.CLEAR))
-            self._fail_some(jobs, error)
-            return
-        stay = [not job.cancelled and not self._take(job, token) for job, token in zip(jobs, tokens)]
-        if not any(stay):
-            self._say(Word(What.CLEAR))
-            return
-        ids = torch.tensor([token if stays else -1 for token, stays in zip(tokens, stay)])
-        self._fail_some([job for job, stays in zip(jobs, stay) if stays], self._say(Word(What.STEP, ids=ids)))
-
-    def _take(self, job: Completion, token: int | None) -> bool:
-        """Pass on a sequence's token; whether it was the last."""
-        try:
-            if token is not None:
-                return job.take(token, self.text.end)
-            job.fail("the model's result is not finite")
-        except Exception as error:
-            job.fail("the request has failed", error)
-        return True
-
-    def _fail_some(self, jobs: Sequence[Completion], error: Exception | None) -> None:
-        """Requests fail, if there was an error."""
-        for job in jobs if error is not None else ():
-            job.fail("the request has failed", error)
+        fail_all([reading.job], error)
 
     def _fail(self, message: str) -> None:
         """End every request there is."""

@@ -34,7 +34,10 @@ def known(body: object, taken: tuple[str, ...], neutral: Mapping[str, tuple[Any,
                 expected = "nothing" if asks is None else f"nothing or {json_like(asks)}"
                 raise UnsupportedError(name, expected, short(value))
         elif name not in taken:
-            raise ArgumentError(str(name), f"one of the fields {', '.join(taken)}", "a field that is not known")
+            raise ArgumentError(cut(name), f"one of the fields {', '.join(taken)}", "a field that is not known")
+    user = body.get("user")
+    if user is not None and not isinstance(user, str):
+        raise ArgumentError("user", "a string", short(user))
     got = body.get("model")
     if got is not None and got != model:
         raise UnknownModel("model", f"{model!r}, the one that is served", short(got))
@@ -119,7 +122,7 @@ def _top_p(body: Body) -> float:
 
 
 def _logit_bias(body: Body) -> dict[int, float]:
-    bias = body.get("logit_bias") or {}
+    bias = {} if body.get("logit_bias") is None else body["logit_bias"]
     good = isinstance(bias, Mapping) and all(map(_is_bias, bias, bias.values()))
     if not good:
         raise ArgumentError("logit_bias", "an object of token ids with numbers from -100 to 100", short(bias))
@@ -144,5 +147,12 @@ def json_like(value: object) -> str:
 
 def short(value: object) -> str:
     """A value in an error message."""
-    text = json_like(value)
+    try:
+        return cut(json_like(value))
+    except RecursionError:  # what could just be read may be too deep to be written
+        return f"{kind(value)}, too deep to be told"
+
+
+def cut(text: str) -> str:
+    """A text of a client's in an error message."""
     return text if len(text) <= 80 else f"{text[:77]}…"

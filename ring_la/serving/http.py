@@ -31,7 +31,7 @@ from .bodies import LARGEST, Silent, body
 from .completion import Trail
 from .connections import SILENT, protocol
 from .engine import Engine
-from .fields import UnknownModel
+from .fields import UnknownModel, short
 from .keys import Keys
 from .lookout import Lookout
 from .protocol import Limits, parse, parse_chat
@@ -127,7 +127,7 @@ def _add_models(app: FastAPI, engine: Engine, name: str) -> None:
     @app.get("/v1/models/{wanted:path}")
     async def model(wanted: str) -> dict[str, Any]:
         if wanted != name:
-            raise UnknownModel("model", f"{name!r}, the one that is served", repr(wanted))
+            raise UnknownModel("model", f"{name!r}, the one that is served", short(wanted))
         return served
 
 
@@ -232,6 +232,7 @@ class Server:
         config = uvicorn.Config(
             app,
             http=protocol(silent),
+            ws="none",
             log_level="warning",
             access_log=False,
             lifespan="off",

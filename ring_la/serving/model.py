@@ -17,6 +17,9 @@ from ..nn import KVCache, Layer
 from ..nn.decoding import KeyedLayer
 from .tiers import Home
 
+FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
+"""After these nothing can be trusted any more."""
+
 
 class Served(Protocol):
     """A model to decode with.

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..choices import LayoutKind
 from ..context import ContextParallel
-from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
 from .batch import Batch
+from .model import FATAL
 from .tiers import Home
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Pretrained:
         why = ""
         try:
             attempt()
-        except (PeerError, DisagreementError, torch.AcceleratorError):
+        except FATAL:
             raise
         except Exception as error:  # a model of somebody else's may fail in its own way
             why = f"{type(error).__name__}: {error}"

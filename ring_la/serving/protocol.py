@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, UnsupportedError
 from .completion import Request
-from .fields import Body, flag, include_usage, integer, kind, known, sampling, short, stops
+from .fields import Body, cut, flag, include_usage, integer, kind, known, sampling, short, stops
 from .text import Messages, Text, Turn
 
 ALIKE = ("logit_bias", "model", "n", "presence_penalty", "frequency_penalty", "seed", "stop", "stream",
@@ -130,9 +130,9 @@ def _prompts(fields: Body) -> list[str | list[int]]:
             continue
         if not isinstance(each, list):
             raise ArgumentError("prompt", expected, kind(each))
-        wrong = next((x for x in each if type(x) is not int), None)
+        wrong = next((kind(x) for x in each if type(x) is not int), None)
         if wrong is not None:
-            raise ArgumentError("prompt", expected, f"a list with {kind(wrong)} in it")
+            raise ArgumentError("prompt", expected, f"a list with {wrong} in it")
     return prompts
 
 
@@ -156,9 +156,9 @@ def _message(name: str, message: object) -> dict[str, str]:
     # clients send an answer back with all its fields, most of them null
     other = next((key for key, value in message.items() if key not in ("role", "content", "name") and value), None)
     if other is not None:
-        raise UnsupportedError(f"{name}.{other}", "nothing", short(message[other]))
+        raise UnsupportedError(f"{name}.{cut(other)}", "nothing", short(message[other]))
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ArgumentError(f"{name}.role", f"one of {', '.join(ROLES)}", short(role))
     if isinstance(content, list):
         content = "".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))

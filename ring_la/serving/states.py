@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..context import ContextParallel
-from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
 from .batch import NOBODY, Row
 from .disk import Disk
-from .model import Served, keys_stay
+from .model import FATAL, Served, keys_stay
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
 from .tiers import Home, Keep, PackedPrefix, pack, unpack
 from .trial import batch_for
-
-FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
-"""After these nothing can be trusted any more."""
 
 
 class States:

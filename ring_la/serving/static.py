@@ -111,7 +111,7 @@ class StaticBatch(Batch):
     def clear(self) -> None:
         self.keep([])
 
-    def sample(self) -> list[int | None]:
+    def sample(self) -> list[int | Exception | None]:
         if not all(row.sampler.greedy for row in self.rows):
             return super().sample()
         return [token if token >= 0 else None for token in self._choice.tolist()]

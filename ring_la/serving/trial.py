@@ -7,10 +7,9 @@ import logging
 import torch
 
 from ..context import ContextParallel
-from ..errors import DisagreementError, PeerError
 from ..models import HybridLM
 from .batch import Batch
-from .model import Served, keys_stay
+from .model import FATAL, Served, keys_stay
 from .pretrained import same_logits
 from .static import StaticBatch
 
@@ -41,7 +40,7 @@ def batch_for(model: Served, cp: ContextParallel | None, most: int) -> Batch:
     try:
         static = StaticBatch(model, ranks, len(LENGTHS))
         _try(model, cp, static)
-    except (PeerError, DisagreementError, torch.AcceleratorError):
+    except FATAL:
         raise
     except Exception as error:  # a model of somebody else's may fail in its own way
         why = f"{type(error).__name__}: {error}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autograd import wanting
+from ..blockwise import exact_sum, fixed
+from ..blockwise.sums import OF_TOKENS, part_of
 from ..blockwise.switch import halves
 from ..choices import LatentForm
 from ..comm import Entry
@@ -55,6 +58,10 @@ class KnownCalls:
         if name not in self.placements:
             self.placements[name] = SplitPlacement.of(strategy, layout, kv_layout)
         return self.placements[name]
+
+
+def _sum_over_tokens(layout: ShardedLayout, rows: Tensor, like: Tensor) -> Tensor:
+    return part_of(exact_sum(rows, layout, OF_TOKENS), layout, like)
 
 
 class AttentionCall(NamedTuple):
@@ -135,7 +142,8 @@ class AttentionCall(NamedTuple):
             strategy = ring_of(job) if name == "ring" else STRATEGIES[name]
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
         way_back = None if self.layout is None else self.layout.cp.comm.agreement.way_back
-        return AttentionMoves(job, strategy, met, heads, form, self.kv_comm_dtype, way_back)
+        sums = partial(_sum_over_tokens, self.layout) if fixed(self.layout) else None
+        return AttentionMoves(job, strategy, met, heads, form, self.kv_comm_dtype, way_back, sums)
 
     def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:

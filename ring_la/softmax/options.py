@@ -158,7 +158,7 @@ def _check_deterministic(x: Tensors, o: AttentionOptions) -> None:
         raise UnsupportedError("chosen", "None where results must not depend on the ranks", "a choice")
     if o.form == "absorbed":
         raise UnsupportedError("form", "None or 'expanded' where results must not depend on the ranks", "'absorbed'")
-    for name, t in (("sinks", x.sinks), ("joint_k", x.joint_k), ("joint_v", x.joint_v)):
+    for name, t in (("joint_k", x.joint_k), ("joint_v", x.joint_v)):
         if wanting(t):
             expected = "a tensor that wants no gradient, or a layout without deterministic=True"
             raise UnsupportedError(name, expected, "one that does")

@@ -26,7 +26,7 @@ from . import sums
 from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
 from .backends.canonical import Canonical
 from .geometry import Pair
-from .merging import Gradients, Partial, Sum, row_sums, wide
+from .merging import Gradients, Partial, Sum, row_sums
 from .results import results
 from .strategies import AttentionJob, Heads, PostedKeys, Strategy, post_keys
 from .tensors import Tensors
@@ -52,6 +52,7 @@ class AttentionMoves:
         form: how queries meet latents, where these travel.
         kv_comm_dtype: in what keys and values travel; None: in their own dtype.
         way_back: makes of the call that this rank is in what its backward pass calls first (`Agreement.way_back`).
+        sum_tokens: under a deterministic layout, of rows ``[n, …]`` and a tensor like their sum this rank's part of it.
     """
 
     job: AttentionJob
@@ -61,6 +62,7 @@ class AttentionMoves:
     form: LatentForm | None = None
     kv_comm_dtype: torch.dtype | None = None
     way_back: Callable[[], Callable[[], None]] | None = None
+    sum_tokens: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries, recorded for gradients."""
@@ -149,14 +151,24 @@ class AttentionMoves:
                 job.backend.backward(rows, x.joint_k, x.joint_v, job.scores, self.joint, out)
             djoint_k, djoint_v = out.dk.result(x.joint_k.dtype), out.dv.result(x.joint_v.dtype)
         if x.sinks is not None:
-            weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
-            dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
+            assert delta is not None
+            dsinks = self._sink_gradient(job, x.sinks, lse, delta)
         found = sums.found((split.dq, split.dk), x.q.dtype, job.scores.sums) if job.scores.sums else None
         inputs = [s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv)]
         if found is not None:
             sums.put((inputs[0], inputs[1]), found, job.scores.sums)
         up = job.backend.up_gradients() if isinstance(job.backend, LatentBackend) else ()
         return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)  # type: ignore[call-arg]
+
+    def _sink_gradient(self, job: AttentionJob, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        """``−Σ exp(sink − lse) Δ`` ``[H]``, this rank's part; lse and Δ ``[B, H, T]``."""
+        if isinstance(job.backend, Canonical):
+            rows = job.backend.sink_rows(sinks, lse, delta, job.rows[job.rank])
+        else:
+            rows = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse) * delta
+        if self.sum_tokens is not None:
+            return -self.sum_tokens(rows.transpose(1, 2).flatten(0, 1), sinks)
+        return -rows.sum((0, 2)).to(sinks.dtype)
 
 
 class Moves(Protocol):

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 
 AXES = ("data", "fsdp", "context")
 
@@ -109,7 +109,18 @@ def shard_parameters(
         experts: modules whose parameters are spread over the context ranks already (`split_experts`): they are sharded
             over fsdp alone, along dimension 1.
         average: gradients are averaged over all ranks, as the Trainer wants, and ``parallelize(average=True)`` with it.
+
+    Raises:
+        UnsupportedError: a context rank without an expert, whose parts FSDP2 gives another shape.
     """
+    experts = list(experts)
+    for p in (p for module in experts for p in module.parameters()):
+        ranks, each = mesh.axes.size(2), -(-p.shape[0] // mesh.axes.size(2))
+        if each * (ranks - 1) >= p.shape[0]:
+            hint = "Leave them whole, or take fewer context ranks"
+            raise UnsupportedError(
+                "experts", f"one for each of {ranks} context ranks, {each} to a rank", p.shape[0], hint
+            )
     gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)  # type: ignore[arg-type]
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
     own: Any = model

@@ -219,12 +219,54 @@ def test_the_command_prints_and_saves_its_table(tmp_path, capsys):
         (("--config", "/nonexistent.json"), "--config: expected JSON of a HybridConfig"),
         (("--rates", "/nonexistent.json"), "--rates: expected a bench_scan.json"),
         (("--write", "plan.yaml"), "--write: expected --choose beside it"),
+        (("--inside", "10,inf"), "--inside: expected latency"),
+        (("--between", "nan,300"), "--between: expected latency"),
+        (("--host-memory", "nan", "--offload"), "--host-memory: expected GiB"),
+        (("--rounds", "9", "--length", "8"), "--rounds: expected at most --length 8"),
+        (("--config", "a.json", "--transformers", "b"), "--config: expected none beside --transformers"),
+        (("--rounds", "2", "--layout", "contiguous"), "--layout: expected zigzag"),
+        (("--out", "/"), "--out: expected a file"),
+        (("--choose", "--force", "--write", "/"), "--write: expected a file"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_printed(words, message, capsys):
     with pytest.raises(ArgumentError, match=message):
         plan.run(options("--layers", "gla", "--repeat", "1", "--dim", "32", "--heads", "2", *words))
     assert not capsys.readouterr().out, "nothing is printed before all options are read"
+
+
+def test_a_choice_is_written_with_the_model_and_what_it_fits_with(tmp_path):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    file, chosen = tmp_path / "model.json", tmp_path / "plan.yaml"
+    file.write_text(json.dumps(config("gdn", "gla", mlp_dim=48).to_dict()))
+    words = ("--config", str(file), "--length", "8192", "--gpus", "2", "--rounds", "4", "--loss-chunk", "512")
+    plan.run(options(*words, "--choose", "--write", str(chosen)))
+    read = jsonargparse.auto_cli(example().Config, args=["--config", str(chosen)], as_positional=False)
+    assert (read.model.layers, read.model.dim, read.model.mlp_dim) == (["gdn", "gla"], 32, 48)
+    assert (read.memory.rounds, read.memory.loss_chunk, read.parallel.layout) == (4, 512, "zigzag")
+
+
+def test_windows_are_neither_computed_nor_sent_beyond():
+    """As many pairs as a window shows, and as many keys as it needs from other ranks."""
+    base = setting("attention", length=1 << 20)
+    short = Workload.of(config("attention", options={"attention": {"window": 4095}}))
+    whole, near = (prediction.predict(replace(base, work=work), 8, 8) for work in (base.work, short))
+    assert near.seconds < 0.02 * whole.seconds
+
+
+def test_windows_of_transformers_are_seen(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    few = {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16, "sliding_window": 8}
+    transformers.Gemma3TextConfig(**shape, **few, layer_types=["sliding_attention", "full_attention"]).save_pretrained(
+        tmp_path / "gemma"
+    )
+    transformers.MistralConfig(**shape, **few).save_pretrained(tmp_path / "mistral")
+    windows = {name: [b.window for b in of_folder(tmp_path / name).blocks] for name in ("gemma", "mistral")}
+    assert windows == {"gemma": [7, -1], "mistral": [7, 7]}
+    transformers.RecurrentGemmaConfig(**shape, num_hidden_layers=3, vocab_size=64).save_pretrained(tmp_path / "rglru")
+    with pytest.raises(UnsupportedError, match="got RecurrentGemmaRecurrentBlock"):
+        of_folder(tmp_path / "rglru")
 
 
 def test_columns_stay_apart(capsys):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ring_la
+from ring_la import indexers
 from tests.support.attention_cases import error
 from tests.support.chosen_cases import SPLIT, draw, function_of
 from tests.support.chosen_cases import T as ROWS
@@ -37,8 +38,8 @@ def cases(cp: ring_la.ContextParallel) -> dict[str, tuple[Callable, list[Tensor]
 
         out[feature] = attend, local
     layout = cp.layout(T)
-    for name in ("mamba3", "gated_delta_product", "hgrn", "gated_oja_rule"):
-        given = {n: t.detach() for n, t in make_inputs(name, 1, T).items()}
+    for name in ("mamba3", "gated_delta_product", "hgrn", "ttt_linear", "mesa_net"):
+        given = {n: t.detach() for n, t in make_inputs(name, 1, T).items() if isinstance(t, Tensor)}
         function = getattr(ring_la, name)
         shared = function.definition.shared
         local = [t if n in shared else layout.shard(t) for n, t in given.items()]
@@ -59,8 +60,45 @@ def cases(cp: ring_la.ContextParallel) -> dict[str, tuple[Callable, list[Tensor]
     out["halo"] = partial(halo, grid), [x]
     out["own normalizer"] = lambda *x: normalized(layout, *x), five(layout)
     out["keys in FP8"] = lambda *x: ring_la.attention(*x, layout=layout, kv_comm_dtype=torch.float8_e4m3fn)[:1], qkv
+    out["indexed latents"] = partial(indexed, layout), index_tensors(layout)
+    rows = [
+        layout.shard(normal(30 + n, 1, T, *shape)) for n, shape in enumerate([(2, 4), (4,), (2, 4), (2, 4), (2, 4)])
+    ]
+    out["blocks"] = partial(blocks, layout), rows
     out["nsa"] = lambda *x: sparse(layout, *x), nsa_tensors(layout)
     return out
+
+
+def index_tensors(layout) -> list[Tensor]:
+    """Index queries, keys and weights, queries, latents, rotary parts; then the up-projections."""
+    shapes = [(3, 4), (4,), (3,), (2, 6), (8,), (2,)]
+    local = [layout.shard(normal(40 + n, 1, layout.seq_len, *shape)) for n, shape in enumerate(shapes)]
+    return [*local, normal(46, 2, 4, 8), normal(47, 2, 5, 8)]
+
+
+def indexed(layout, iq: Tensor, ik: Tensor, iw: Tensor, *x: Tensor) -> tuple:
+    """Latents that a lightning indexer picks, and what trains it."""
+    picked = indexers.lightning_index(iq, ik, iw, 5, layout=layout).places
+    q, latent, rotary, up_k, _ = x
+    lowered = torch.cat([torch.einsum("bthn,hnl->bthl", q[..., :4], up_k), q[..., 4:]], -1)
+    keys = torch.cat([latent, rotary], -1)[:, :, None]
+    loss = indexers.lightning_loss(iq, ik, iw, picked, lowered, keys, layout=layout)
+    return ring_la.mla(*x, chosen=picked, layout=layout).o, loss[None]
+
+
+def blocks(layout, iq: Tensor, ik: Tensor, *qkv: Tensor) -> tuple:
+    """Blocks by each of the three indexers, one of whose keys a function of the caller's makes."""
+
+    def pool(means: Tensor, first: Tensor) -> Tensor:
+        return means * torch.cos(first.double())[:, None]
+
+    how = dict(layout=layout)
+    picked = [
+        indexers.block_index(*qkv[:2], 3, 2, **how),
+        indexers.full_block_index(iq, ik, 3, 2, pool=pool, **how),
+        indexers.best_key_index(iq, ik, 3, 2, **how),
+    ]
+    return tuple(ring_la.sparse_attention(*qkv, p.places, block=3, **how).o for p in picked)
 
 
 FORWARD_ONLY = ("keys in FP8",)

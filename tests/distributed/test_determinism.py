@@ -52,23 +52,17 @@ def test_deterministic_bits_with_a_short_last_shard(ranks, name, T, P):
 DOCUMENTS = (0, 70, 71, 171)
 
 
-REFUSED = ("mesa_net",)
-"""Recurrences whose bits depend on how the sequence is split."""
-
-
 def all_of(rank: int, P: int, kind: str) -> dict[str, Any]:
     """Of every recurrence on packed documents with states: all results and gradients."""
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     layout = cp.layout(DOCUMENTS[-1], kind, cu_seqlens=DOCUMENTS)
-    for name in REFUSED:
-        with pytest.raises(ring_la.UnsupportedError, match=name):
-            results_of(name, layout)
-    return {name: results_of(name, layout) for name in BY_NAME if name not in REFUSED}
+    return {name: results_of(name, layout) for name in BY_NAME}
 
 
 def results_of(name: str, layout: Any) -> dict[str, Tensor]:
     kinds, function, rng = BY_NAME[name].arguments, getattr(ring_la, name), torch.Generator().manual_seed(3)
     x: dict[str, Any] = make_inputs(name, 1, layout.seq_len, dtype=torch.float32)
+    x |= {"steps": 3} if "steps" in x else {}  # each is an exchange
     given = {n: t.detach() for n, t in x.items() if isinstance(t, Tensor)}
     leaves = {n: (t if kinds[n].shared else layout.shard(t)).requires_grad_() for n, t in given.items()}
     call: dict[str, Any] = dict(x | leaves, layout=layout, output_final_state=True)
@@ -108,10 +102,8 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     own, x = {n[1:]: x[n] for n in others}, {n: x[n] for n in shapes}
     with pytest.raises(ring_la.UnsupportedError, match=r"^form: "):
         ring_la.mla(**x, form="absorbed", layout=layout)
-    q, sinks = x["q"], torch.zeros(3, requires_grad=True)
+    q, sinks = x["q"], torch.linspace(-1, 1, 3).requires_grad_()
     joint = torch.zeros(1, 2, 3, 13, requires_grad=True)
-    with pytest.raises(ring_la.UnsupportedError, match=r"^sinks: .* wants no gradient"):
-        ring_la.attention(q, q, q, sinks=sinks, layout=layout)
     other = cp.layout(171, kind)
     rows = other.shard(torch.zeros(1, 171, 3, 13))
     with pytest.raises(ring_la.UnsupportedError, match=r"^joint_k: .* wants no gradient"):
@@ -122,7 +114,10 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     o = ring_la.mla(**x, layout=layout).o
     do, dlse = torch.randn(1, 171, 3, 5, generator=rng), torch.rand(1, 3, 171, generator=rng)
     forgot = ring_la.forgetting_attention(**own | {"g": -own["g"].abs()}, layout=layout)
-    loss = (forgot.o * layout.shard(do)).sum() + (forgot.lse * layout.shard(dlse, 2)).sum()
+    sunk = ring_la.attention(own["q"], own["k"], own["v"], sinks=sinks, layout=layout)
+    loss = (forgot.o * layout.shard(do)).sum() + ((forgot.lse + sunk.lse) * layout.shard(dlse, 2)).sum()
+    loss = loss + (sunk.o * layout.shard(do)).sum()
+    x["w sinks"] = sinks
     x |= {f"forgetting {n}": t for n, t in own.items()}
     grads = torch.autograd.grad((o * layout.shard(do)).sum() + loss, list(x.values()))
     whole = [cp.comm.all_reduce(d).wait() if n[0] == "w" else layout.gather(d) for n, d in zip(x, grads)]

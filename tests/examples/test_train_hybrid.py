@@ -234,7 +234,13 @@ def test_another_model_is_refused_and_other_data_is_said(ranks, whole, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("data.sequences", 0), ("optimizer.clip", 0.0), ("run.steps", -1), ("run.keep", 0)]
+    ("name", "value"),
+    [
+        *[("data.sequences", 0), ("optimizer.clip", 0.0), ("run.steps", -1), ("run.keep", 0), ("memory.offload", -1.0)],
+        *[("optimizer.beta2", 1.5), ("optimizer.weight_decay", -1.0), ("data.max_document", 1), ("run.rehearse", 1)],
+        *[("memory.recompute", ["nosuch"]), ("run.pretrained", "out"), ("model.lora_targets", ["q_proj"])],
+        *[("model.lora", 4), ("model.lora", 0), ("model.scratch", True), ("model.spread_experts", True)],
+    ],
 )
 def test_numbers_that_would_train_nothing_are_refused(name, value):
     script, (part, option) = example(), name.split(".")
@@ -256,6 +262,20 @@ def test_long_documents_are_cut(documents):
     run = dict(config=config, mesh=mesh, flops=flops, corpus=corpus, cp=SimpleNamespace(size=2), step=0, tokens=0)
     cu = script.Trainer._sequences(SimpleNamespace(**run))[0][1]
     assert 10 >= max(b - a for a, b in zip(cu, cu[1:])) > 1
+
+
+def without_end(rank: int, options: list[str]) -> None:
+    """In the pool: a run whose first gradient is not finite while its loss is."""
+    script = example()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "clip_gradients", lambda *_: torch.tensor(float("inf")))
+        with pytest.raises(SystemExit, match=r"step 0: the loss is 5.* the norm of its gradient inf"):
+            train(rank, options)
+
+
+def test_weights_that_are_lost_are_not_kept(pair, tmp_path):
+    pair.run(2, without_end, arguments(tmp_path, run__save_every=1))
+    assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
 def test_warm_up_and_cosine():

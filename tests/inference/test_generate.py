@@ -149,6 +149,7 @@ def test_samples_follow_temperature_top_k_and_top_p():
     assert set(draw(temperature=1.0, top_p=float(share[2]) + 1e-3).tolist()) == {2, 3}
     assert set(draw(temperature=5.0, top_p=0.999, top_k=2).tolist()) == {2, 3}
     assert torch.equal(draw(temperature=5.0, top_p=1), draw(temperature=5.0))
+    assert set(draw(temperature=1.0, top_p=1e-300).tolist()) == {2}  # nothing, in fp32
     with pytest.raises(ArgumentError, match="top_p: expected a number above 0"):
         Sampler(top_p=0.0)
     with pytest.raises(ArgumentError, match="temperature: expected a number"):

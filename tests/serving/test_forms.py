@@ -117,6 +117,7 @@ def test_a_chat(client):
     [
         ({"messages": []}, "messages", "expected a list of at least one message, got an empty list"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "one of system, developer, user"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role", "one of system, developer, user"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "a string, or a list of parts of text, got nothing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

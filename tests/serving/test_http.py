@@ -24,6 +24,7 @@ pytest.importorskip("uvicorn")
 
 from ring_la.serving.bodies import read
 from ring_la.serving.connections import listen
+from ring_la.serving.fields import short
 from ring_la.serving.http import Options, Server, application
 
 PROMPT = "def hello"
@@ -179,6 +180,8 @@ def test_models_and_health_are_answered_and_other_paths_refused(client):
         ),
         ({"prompt": [1, "a"]}, "prompt", "or a list of such, got a list with a string in it"),
         ({"prompt": ["a"] * 17}, "prompt", "expected at most 16 completions in one request, got 17 prompts"),
+        ({"prompt": [None]}, "prompt", "or a list of such, got a list with nothing in it"),
+        ({"user": ["me"]}, "user", 'expected a string, got ["me"]'),
         ({"prompt": [1, 257]}, "prompt", "expected token ids from 0 to 256, got 257"),
         ({"prompt": ""}, "prompt", "expected at least one token, got none"),
         (
@@ -203,9 +206,15 @@ def test_models_and_health_are_answered_and_other_paths_refused(client):
         ({"suffix": "a"}, "suffix", 'expected nothing, got "a"'),
         ({"logit_bias": {"257": 1}}, "logit_bias", "expected token ids from 0 to 256, got 257"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "expected an object of token ids with numbers from -100 to 100"),
+        (
+            {"logit_bias": False},
+            "logit_bias",
+            "expected an object of token ids with numbers from -100 to 100, got false",
+        ),
         ({"logprobs": 6}, "logprobs", "expected an integer from 0 to 5, got 6"),
         ({"logprobs": 0, "echo": True}, "logprobs", "expected nothing together with echo, got 0"),
         ({"temprature": 1}, "temprature", "expected one of the fields echo, frequency_penalty"),
+        ({"p" * 1000: 1}, "p" * 77 + "…", "expected one of the fields echo, frequency_penalty"),
     ],
 )
 def test_bad_fields_are_named(client, fields, param, message):
@@ -223,12 +232,22 @@ def test_bad_bodies_are_refused(client):
         ("[" * 10_000, "body: expected JSON"),
         ("x" * 30_000, "body: expected at most 20000 bytes"),
         (b"\xff", "body: expected JSON"),
+        (b'{"prompt": "\xed\xa0\x80"}', "body: expected JSON"),
+        ('{"prompt": "\\ud800"}'.encode("utf-16"), "body: expected JSON"),
     ):
         status, said = client.ask("POST", "/v1/completions", body)
         assert (status, said["error"]["param"]) == (400, "body")
         assert message in said["error"]["message"]
     status, said = client.ask("POST", "/v1/completions", {"prompt": "a", "model": "large"})
     assert (status, said["error"]["code"]) == (404, "model_not_found")
+    deep: list = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert short(deep) == "a list, too deep to be told"
+    with socket.create_connection(("127.0.0.1", client.port), timeout=4) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 20001\r\nExpect: 100-continue\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400")  # before any of it is sent
 
 
 def test_a_stopping_server_ends_streams_and_refuses_requests():

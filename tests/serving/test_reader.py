@@ -13,7 +13,8 @@ import torch
 from ring_la.errors import ArgumentError
 from ring_la.integrations.vllm.asking import Lease, ReaderError, connection, health
 from ring_la.integrations.vllm.hosts import Remote
-from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, WorkerPart
+from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks
+from ring_la.integrations.vllm.states import WorkerPart
 from ring_la.serving.reader import Desk, Door, Unread, listen
 
 IDS = torch.arange(21) % 13

@@ -28,6 +28,6 @@ def errors(B: int, H: int, K: int, cu: tuple[int, ...], state: bool, dtype: torc
     more |= {} if B > 1 else {"cu_seqlens": torch.tensor(cu, device=device)}
 
     def times(p: torch.Tensor) -> torch.Tensor:
-        return ring_la.simple_gla(p, keys, rate * keys, g.double(), **more).o + lam.double() * p
+        return ring_la.simple_gla(p, keys, rate * keys, g.double(), **more).o
 
-    return error(x, _conjugate_gradients(times, q.double(), 40))
+    return error(x, _conjugate_gradients(times, lam.double(), q.double(), 40))

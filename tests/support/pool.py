@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -107,22 +108,24 @@ class Ranks:
 
     def _collect(self, ranks: Sequence[int], timeout: float) -> list[Any]:
         results, errors, deadline = {}, {}, time.monotonic() + timeout
-        for rank in ranks:
-            while rank not in results and rank not in errors:
-                left = deadline - time.monotonic()
-                if errors:  # the others may now wait for a rank that has failed: do not wait out the timeout
-                    left = min(left, 15.0)
-                if left <= 0 or not self._pipes[rank].poll(max(0.0, left)):
-                    missing = sorted(set(ranks) - set(results) - set(errors))
-                    where = self._where(missing)
-                    self.stop()
-                    text = _report(errors) + f"no answer from ranks {missing} within {timeout:.0f} s"
-                    raise RankError(text + _report(where))
+        waiting = {self._pipes[rank]: rank for rank in ranks}
+        while waiting:
+            left = deadline - time.monotonic()
+            if errors:  # the others may now wait for a rank that has failed: do not wait out the timeout
+                left = min(left, 15.0)
+            answers: list[Any] = multiprocessing.connection.wait(list(waiting), max(0.0, left))
+            if not answers:
+                missing = sorted(waiting.values())
+                where = self._where(missing)
+                self.stop()
+                text = _report(errors) + f"no answer from ranks {missing} within {timeout:.0f} s"
+                raise RankError(text + _report(where))
+            for pipe in answers:
                 try:
-                    ok, value = self._pipes[rank].recv()
+                    ok, value = pipe.recv()
                 except EOFError:
                     ok, value = False, "the process died"
-                (results if ok else errors)[rank] = value
+                (results if ok else errors)[waiting.pop(pipe)] = value
         if errors:
             self.stop()  # half-finished exchanges may be left in the groups
             raise RankError(_report(errors))

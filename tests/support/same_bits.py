@@ -11,6 +11,7 @@ LAYERS = ["gdn", "kda", "mamba2", "rwkv7", "gla", "attention"]
 PACKED = (0, 70, 71, 170)
 OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2", "gated_delta_product"]
 OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox", "ttt", "preconditioned_gdn", "preconditioned_kda"]
+OTHERS += ["momentum_deltanet", "mesa_net", "lightnet", "abc"]
 
 
 def model(layers: list[str] = LAYERS) -> HybridLM:
@@ -19,6 +20,9 @@ def model(layers: list[str] = LAYERS) -> HybridLM:
     options |= {
         "hgrn": dict(lower_bound=0.2),
         "gsa": dict(slots=5),
+        "abc": dict(slots=5),
+        "lightnet": dict(key_dim=5, gate_rank=3),
+        "mesa_net": dict(steps=3),
         "mla": dict(q_rank=12, value_dim=5),
         "mamba3": dict(state_dim=16),
     }

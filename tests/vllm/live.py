@@ -117,7 +117,7 @@ def hosts(model: str, ranks: str, folder: Path) -> dict:
 
 def equal(model: str, ranks: str, folder: Path, apart: bool = False) -> dict:
     """Tokens after prompts that vLLM read itself, that the ranks read, and of states set to zero."""
-    from ring_la.integrations.vllm import connector
+    from ring_la.integrations.vllm import fetching
     from tests.vllm.models import dtype, plain, save
 
     save(model, folder / "model")
@@ -129,7 +129,7 @@ def equal(model: str, ranks: str, folder: Path, apart: bool = False) -> dict:
             return [list(each.outputs[0].token_ids) for each in found]
 
         said = {"own": tokens(False), "ours": tokens(True), "read": reader.read()}
-        whole = connector.HandedOver
+        whole = fetching.HandedOver
 
         class Spoiled(whole):
             def __init__(self, *args) -> None:
@@ -138,7 +138,7 @@ def equal(model: str, ranks: str, folder: Path, apart: bool = False) -> dict:
                 for x in (*kept, *(x for layer in self.keys.values() for _, k, v in layer for x in (k, v))):
                     x.zero_()
 
-        connector.HandedOver = Spoiled
+        fetching.HandedOver = Spoiled
         return said | {"spoiled": tokens(True)}
 
 

@@ -20,6 +20,7 @@ from ...autograd import wanting
 from ...context import ContextParallel, GridLayout
 from ...errors import UnsupportedError
 from .autoencoder_frames import CONVOLUTIONS, attention_block, frames_attention, middle, repeating_conv
+from .compare import InputComparison, WholeImage
 from .processors import split_class, split_function
 from .streams import Layouts
 
@@ -43,12 +44,14 @@ class RowDecoder:
     Attributes:
         grid: of the latents' rows in the call under way; None: it is whole on every rank.
         frames: of the attention under way, where it sees no later ones.
+        comparison: of the latents that the ranks are given.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.layouts = cp, Layouts(cp)
         self.grid: GridLayout | None = None
         self.frames: int | None = None
+        self.comparison: InputComparison
 
     def adopt(self, vae: Any, undo: ExitStack) -> None:
         """Replace forwards inside the decoder; `undo` takes the way back."""
@@ -90,6 +93,7 @@ class RowDecoder:
                 module.processor = classes[processor]()
             elif not any(True for _ in module.children()) and kind not in ROW_BY_ROW and kind != "ModuleList":
                 raise UnsupportedError("vae", "modules that are known to decode by rows", f"decoder.{label}, a {kind}")
+        self.comparison = InputComparison(self.cp)
         own = vae.decoder.forward
         vae.decoder.forward = functools.partial(self.decode, own)
         undo.callback(_put_back, vae.decoder, own)
@@ -97,14 +101,16 @@ class RowDecoder:
     def decode(self, own: Callable[..., Any], z: Tensor, *args, **keywords) -> Any:
         """The decoder of whole latents ``[B, C, ..., rows, columns]``, on every rank; the whole image. What it
         keeps for the next frames besides stays each rank's own."""
-        if z.shape[-2] < self.cp.size or self.cp.size == 1:
+        if self.cp.size == 1:
             return own(z, *args, **keywords)
-        if wanting(z):
-            raise UnsupportedError("vae", "no gradients of what decodes by rows", "latents that want one")
+        error = UnsupportedError("vae", "no gradients of what decodes by rows", "latents that want one")
+        self.comparison.begin({"latents": z}, error if wanting(z) else None)
+        if z.shape[-2] < self.cp.size:
+            return own(z, *args, **keywords)
         self.grid = self.layouts.grid((z.shape[-2],))
         try:
             image, *kept = _several(own(self.grid.shard(z, -2), *args, **keywords))
-            whole = self.rows(image.shape[-2]).gather(image, -2)
+            whole = WholeImage.apply(image, self.rows(image.shape[-2]), -2, 1, self.comparison)
             return (whole, *kept) if kept else whole
         finally:
             self.grid = self.frames = None

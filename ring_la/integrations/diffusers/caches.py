@@ -40,6 +40,7 @@ def check_hooks(model: nn.Module, split: Any) -> str:
     """Refuse hooks of Diffusers but those of known caches, which then decide alike; the settings of these."""
     settings = {cache_dit_settings(model, split)} - {""}
     for name, module in split.modules:
+        _refuse_offloading(name or type(model).__name__, module.__dict__.get("_hf_hook"))
         hooks = module.__dict__.get("_diffusers_hook")
         for place, hook in () if hooks is None else hooks.hooks.items():
             if place == PLACE:
@@ -60,6 +61,13 @@ def check_hooks(model: nn.Module, split: Any) -> str:
                 raise UnsupportedError("transformer", "MagCache with its table", "calibrate=True", "Calibrate unsplit")
             settings.add(f"{kind}, {_settings(config)}")
     return "; ".join(sorted(settings))
+
+
+def _refuse_offloading(name: str, hook: Any) -> None:
+    """Accelerate's hooks that bring a layer's weights when it is called: layers are not called one by one here."""
+    if any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))):
+        got = f"offloading of {name}"
+        raise UnsupportedError("transformer", "weights that stay on a device in a call", got, "Offload whole models")
 
 
 def _settings(config: object) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
+from .adoption import adopt
 from .ahead import FAMILIES, has_family
 from .catalogue import find_plan
 from .graphs import adopt_captured
@@ -44,7 +45,8 @@ def parallelize(
 
     Args:
         transformer: a model with an entry in `PLANS`, with its own attention processors. LoRA's layers may be in it,
-            and the hooks of Diffusers' step caches that `caches.KNOWN` names; offloading by Diffusers may not. Or a
+            or come and go afterwards, the hooks of Diffusers' step caches that `caches.KNOWN` names, and Accelerate's
+            that move the whole model; those that move its layers (sequential and group offloading) may not. Or a
             pipeline, all of whose transformers are split.
         cp: the group the sequence is split over; its `attention` says how keys travel.
         backend: the kernel of split attention, by `ring_la.attention`'s name; None: the one that is named to Diffusers,
@@ -100,7 +102,8 @@ def parallelize(
     if cp.deterministic:
         raise UnsupportedError("cp", "deterministic=False", "a deterministic one", "Text and image mix by rank")
     if hasattr(transformer, "_ring_la"):
-        raise ArgumentError("transformer", "one that is not parallelized", "one that is")
+        hint = "A second pipeline of its parts is called as it is"
+        raise ArgumentError("transformer", "one that is not parallelized", "one that is", hint)
     if getattr(transformer, "_parallel_config", None) is not None:
         raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
     known = plan or find_plan(transformer)
@@ -110,7 +113,7 @@ def parallelize(
     split = SplitDenoiser(transformer, known, cp, how, cp.size if average else 1, keys_first)
     kernel_named((), backend)
     with ExitStack() as undo:
-        split.adopt(transformer, undo)
+        adopt(split, transformer, undo)
         if capture:
             adopt_captured(transformer, undo.callback)
         split.undo = undo.pop_all()  # accepted

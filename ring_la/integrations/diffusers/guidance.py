@@ -2,12 +2,13 @@
 
 A pipeline asks a model for the image with and without its prompt in one of two ways:
 
-    one call of all rows    (SD3, SANA, CogVideoX, ...)         each rank of the axis takes its share of the rows
+    one call of all rows    (SD3, SANA, Z-Image, ...)           each rank of the axis takes its share of the rows
     a call for each         (Qwen-Image, Wan, HunyuanVideo, ...)  each takes one of the calls
 
 The second way is learned in the first step of a run, which every rank computes whole: so many calls with the same
 latents. After that a rank gives back NaN for the calls of others; the last call of the step fills them in, in place,
-before the pipeline reads them. One that reads earlier gets NaN, and no wrong image.
+before the pipeline reads them. One that reads earlier gets NaN, and an error, and no wrong image. Calls outside of a
+run (another pipeline's, of the same model) are computed whole.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROWS = frozenset(
     controlnet_single_block_samples block_controlnet_hidden_states control_hidden_states pose_hidden_states
     face_pixel_values audio_hidden_states audio_encoder_hidden_states audio_timestep sigma audio_sigma video_coords
     audio_encoder_attention_mask audio_coords encoder_hidden_states_2 encoder_attention_mask_2
-    perturbation_mask""".split()
+    perturbation_mask x t cap_feats""".split()
 )
 """Arguments of models with a row for each of the batch; others are the same for all rows."""
 
@@ -42,50 +43,73 @@ class Guidance:
 
     Attributes:
         axis: its ranks.
+        running: whether a run of its pipeline is under way.
         passes: calls a step, as the first step showed; None: it is under way.
     """
 
     def __init__(self, axis: ContextParallel) -> None:
         self.axis, self.layouts, self.comparison = axis, Layouts(axis), InputComparison(axis)
-        self.restart()
+        self.restart(False)
 
-    def restart(self) -> None:
-        """A run of the pipeline begins: nothing is known of its steps."""
+    def restart(self, running: bool) -> None:
+        """A run of the pipeline begins or is over: nothing is known of its steps."""
+        self.running = running
         self.passes: int | None = None
         self._latents: Tensor | None = None
         self._outputs: list[object] = []
         self._form: object = None
 
+    def finish(self) -> None:
+        """The pipeline has its image.
+
+        Raises:
+            UnsupportedError: the last step had fewer calls than the first, and was not filled in.
+        """
+        self._check_step()
+
     def call(self, forward: Callable[..., object], given: Mapping[str, object], split: Any) -> object:
         """The model's call with arguments by name, of which the axis's ranks each compute a part."""
-        x = given.get("hidden_states")
-        if self.axis.size == 1 or not isinstance(x, Tensor):
+        x: Any = given.get(split.plan.latents)
+        if self.axis.size == 1 or not tensors_in(x):
             return forward(**given)
-        if len(x) % self.axis.size == 0:
+        alike = isinstance(x, Tensor) or len({one.shape for one in x}) == 1
+        if alike and len(x) % self.axis.size == 0:
             self.comparison.begin(given, None)
-            return self._rows(forward, given, len(x), split)
+            return self._rows(forward, given, x, split)
+        if not isinstance(x, Tensor):  # images of several sizes
+            self.comparison.begin(given, None)
+            return forward(**given)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(list(given.values()))):
             raise UnsupportedError("cfg", "no gradients where guidance is calls of its own", "inputs that want one")
         return self._pass(forward, given, x)
 
     # -- rows of one call --------------------------------------------------------------------------------------
 
-    def _rows(self, forward: Callable[..., object], given: Mapping[str, object], batch: int, split: Any) -> object:
+    def _rows(
+        self, forward: Callable[..., object], given: Mapping[str, object], x: Tensor | list[Tensor], split: Any
+    ) -> object:
+        batch, listed = len(x), isinstance(x, list)
         each = batch // self.axis.size
         mine = slice(self.axis.rank * each, (self.axis.rank + 1) * each)
         shared = {"timestep"} if "timestep_indices" in given else set()  # MiniMax-H3's steps are no rows
-        cut = {name: _cut(x, batch, mine) if name in ROWS - shared else x for name, x in given.items()}
+        cut = {name: _cut(x, batch, mine, listed) if name in ROWS - shared else x for name, x in given.items()}
         split.deciding = (split.cp.comm, self.axis.comm)
         try:
             out = forward(**cut)
         finally:
             split.deciding = (split.cp.comm,)
-        layout = self.layouts.of((each,) * self.axis.size)
-        return _like(out, [WholeImage.apply(t, layout, 0, 1, self.comparison) for t in tensors_in(out)])
+        layout, came = self.layouts.of((each,) * self.axis.size), tensors_in(out)
+        if listed:
+            rows = WholeImage.apply(torch.stack(came), layout, 0, 1, self.comparison)
+            return _like(out, [list(rows)])  # type: ignore[list-item]
+        return _like(out, [WholeImage.apply(t, layout, 0, 1, self.comparison) for t in came])
 
     # -- a call of several -------------------------------------------------------------------------------------
 
     def _pass(self, forward: Callable[..., object], given: Mapping[str, object], x: Tensor) -> object:
+        self.comparison.begin(given, None)
+        if not self.running:
+            return forward(**given)
         if x is not self._latents:
             self._begin(x)
         number = len(self._outputs)
@@ -95,7 +119,6 @@ class Guidance:
             return out
         if number == self.passes:
             raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", "one more", "Leave out cfg=")
-        self.comparison.begin(given, None)
         if number == self.axis.rank:
             out = forward(**given)
         else:
@@ -107,15 +130,20 @@ class Guidance:
 
     def _begin(self, x: Tensor) -> None:
         """The first call of a step."""
+        self._check_step()
         if self._latents is not None and x.shape != self._latents.shape:
-            self.restart()
+            self.restart(True)
         made = len(self._outputs)
         if self.passes is None and made:
             self.passes, self._form = made, self._outputs[0]
-        elif self.passes == self.axis.size and self._latents is not None and made != self.passes:
-            got = f"a step of {made}, whose image is NaN"
-            raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", got, "Leave out cfg=")
         self._latents, self._outputs = x, []
+
+    def _check_step(self) -> None:
+        """Refuse a step whose answers were not filled in."""
+        made = len(self._outputs)
+        if self.passes == self.axis.size and made and made != self.passes:
+            got = f"{made}, whose image is NaN"
+            raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", got, "Leave out cfg=")
 
     def _fill(self) -> None:
         """What the other ranks computed, in place of the NaN given back for it."""
@@ -139,15 +167,15 @@ def guided_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def _cut(x: object, batch: int, mine: slice) -> object:
-    """The rows of an argument that has some."""
+def _cut(x: object, batch: int, mine: slice, listed: bool) -> object:
+    """The rows of an argument that has some; `listed`: rows are lists of tensors."""
     if isinstance(x, Tensor):
         return x[mine] if x.dim() and len(x) == batch else x
     if isinstance(x, Mapping):
-        return {n: _cut(one, batch, mine) for n, one in x.items()}
+        return {n: _cut(one, batch, mine, listed) for n, one in x.items()}
     if isinstance(x, (list, tuple)):
-        if any(isinstance(one, Tensor) for one in x):
-            return type(x)(_cut(one, batch, mine) for one in x)
+        if not listed and any(isinstance(one, Tensor) for one in x):
+            return type(x)(_cut(one, batch, mine, listed) for one in x)
         return x[mine] if len(x) == batch else x
     return x
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,28 +16,25 @@ from ...context import ContextParallel
 from ...context.handle import enter
 from ...errors import RingLAError, UnsupportedError
 from . import operators
-from .ahead import Posting, keys_first_class
+from .ahead import Posting
 from .caches import check_hooks
 from .call import DenoiserCall
-from .checks import blocks_of, check_block, check_call, other_version, refiners_of
+from .checks import check_call
 from .compare import InputComparison, WholeImage, mapped, tensors_in
-from .cutting import cut, enough, part_of, residuals, sizes_of, start, whole_streams
+from .cutting import cut, enough, part_of, residuals, sizes_of, start
 from .kernels import kernel_named
 from .keys import GivenMask
-from .linear import LINEAR, linear_class, split_linear
-from .modulation import StepLayers, plain
-from .modules import split_forward
+from .layer_hooks import LayerHooks
+from .linear import split_linear
+from .modulation import StepLayers
 from .plans import (
     IMAGE,
-    AttentionPlan,
     BlockPlan,
     ModelPlan,
     Role,
-    StepPlan,
     TimeSteps,
     TokenRows,
 )
-from .processors import split_class
 from .streams import Layouts
 
 
@@ -56,10 +52,12 @@ class SplitDenoiser:
         signature: of the model's forward.
         modules: the model's, by name.
         steps: layers that read the step of time alone, shared out among the ranks; None: there are none.
+        behind: hooks that follow the layers they stand behind.
         undo: the way back.
     """
 
     undo: ExitStack
+    behind: LayerHooks
     modules: list[tuple[str, nn.Module]]
 
     def __init__(
@@ -74,111 +72,11 @@ class SplitDenoiser:
         self.plan, self.cp, self.how, self.scale = plan, cp, how, scale
         self.posting = Posting(self) if keys_first and cp.size > 1 else None
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
-        self._classes: dict[tuple, type] = {}
         self.call = DenoiserCall(cp, self.layouts, 0)
         self.deciding = (cp.comm,)
         self.signature = inspect.signature(type(model).forward)
         self.number = enter(self)
         self.steps: StepLayers | None = None
-
-    def adopt(self, model: nn.Module, undo: ExitStack) -> None:
-        """Replace processors and hook the modules; `undo` takes the way back."""
-        model._ring_la = self  # type: ignore[assignment]
-        self.modules = list(model.named_modules())
-        undo.callback(delattr, model, "_ring_la")
-        missing = [n for n in self.plan.inputs if n not in self.signature.parameters]
-        if missing:
-            raise other_version(type(model).__name__, f"no argument {missing[0]}")
-        undo.callback(model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-        for name, block, kind in blocks_of(model, self.plan):
-            spec = self.plan.classes[kind]
-            names = check_block(name, block, kind, spec, type(model).__module__)
-            self._adopt_attention(block, spec, undo)
-            if self.posting is not None:
-                self.posting.adopt(block, spec, undo)
-            self._adopt_modules(name, block, spec, undo)
-            path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
-            hook = functools.partial(self._split, path, spec, names, tuple(s for _, s, _ in whole_streams(spec)))
-            undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for path, blocks in refiners_of(model, self.plan):
-            self._adopt_refiners(path, blocks, type(model).__module__, undo)
-        if self.plan.cuts_whole_text:
-            undo.callback(block.register_forward_hook(self._widen).remove)
-        for path, roles in self.plan.outputs.items():
-            hook = functools.partial(self._split_output, roles)
-            found = model.get_submodule(path)
-            for module in found if isinstance(found, nn.ModuleList) else [found]:
-                undo.callback(module.register_forward_hook(hook).remove)
-        last = model.get_submodule(self.plan.last)
-        last = last[-1] if isinstance(last, nn.ModuleList) else last
-        for module in last.values() if isinstance(last, nn.ModuleDict) else [last]:
-            undo.callback(module.register_forward_hook(self._gather).remove)
-        for path, stream in self.plan.gathered.items():
-            hook = functools.partial(self._gather, stream=stream)
-            undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
-        if self.plan.layers_behind:
-            undo.callback(model.register_forward_hook(self._divide_gradient).remove)
-        if self.plan.steps is not None and self.cp.size > 1:
-            self._adopt_steps(model, self.plan.steps, undo)
-
-    def _adopt_steps(self, model: nn.Module, plan: StepPlan, undo: ExitStack) -> None:
-        found = [
-            plain(block.get_submodule(path))
-            for _, block, kind in blocks_of(model, self.plan)
-            for path in plan.layers.get(kind, ())
-            if _has(block, path)
-        ]
-        layers = [layer for layer in found if type(layer) is nn.Linear]
-        if layers:
-            self.steps = StepLayers(self.cp.comm, layers)
-            self.steps.adopt()
-            undo.callback(self.steps.restore)
-            undo.callback(model.get_submodule(plan.embedding).register_forward_hook(self._step).remove)
-
-    def _adopt_refiners(self, path: str, blocks: nn.ModuleList, library: str, undo: ExitStack) -> None:
-        plan = self.plan.refiners[path]
-        for n, block in enumerate(blocks):
-            names = check_block(f"{path}.{n}", block, plan.kind, plan.block, library)
-            self._adopt_attention(block, plan.block, undo)
-            hook = functools.partial(self._split_refiner, path, plan.block, names)
-            undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        undo.callback(blocks[-1].register_forward_hook(functools.partial(self._refined, plan.stream)).remove)
-
-    def _adopt_attention(self, block: nn.Module, spec: BlockPlan, undo: ExitStack) -> None:
-        for label, known in spec.attention.items():
-            module = block.get_submodule(label) if _has(block, label) else None
-            if module is not None and known.streams is not None:
-                processor = module.processor
-                undo.callback(setattr, module, "processor", processor)
-                module.processor = copy.copy(processor)
-                module.processor.__class__ = self._class_of(type(processor), known)
-
-    def _adopt_modules(self, name: str, block: nn.Module, spec: BlockPlan, undo: ExitStack) -> None:
-        for label, known in spec.modules.items():
-            module = block.get_submodule(label) if _has(block, label) else None
-            if module is None:
-                continue
-            kind = type(module).__name__
-            if kind not in known:
-                raise UnsupportedError("transformer", " or ".join(known), f"{name}.{label}, a {kind}")
-            module.forward = functools.partial(split_forward(type(module), self), module)
-            undo.callback(delattr, module, "forward")
-
-    def _class_of(self, kind: type, spec: AttentionPlan) -> type:
-        """Of split processors; one for all of a kind, which torch.compile then compiles once."""
-        key = kind, spec.streams, spec.keys
-        if key not in self._classes:
-            make = linear_class if kind.__name__ in LINEAR else split_class
-            if kind.__name__ in LINEAR:
-                given: Any = self
-            elif spec.keys is not None:
-                given = functools.partial(self._attend_others, spec.streams, spec.keys)
-            else:
-                given = functools.partial(self._attend, spec.streams)  # type: ignore[arg-type]
-            self._classes[key] = make(kind, given)
-            if self.posting is not None and spec.keys is None and spec.streams is not None:
-                self._classes[key] = keys_first_class(kind, self._classes[key], spec.streams, self.posting)
-        return self._classes[key]
 
     def __deepcopy__(self, memo: dict) -> SplitDenoiser:
         """A copy would share the calls of its original."""
@@ -187,7 +85,7 @@ class SplitDenoiser:
     # -- in a call ---------------------------------------------------------------------------------------------
 
     @outside_graphs
-    def _enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, Any]) -> tuple[tuple, dict] | None:
+    def enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, Any]) -> tuple[tuple, dict] | None:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
         error, given = None, {}
         try:
@@ -200,6 +98,7 @@ class SplitDenoiser:
             self.call.how = {**self.how, "backend": given["kernel"]}
         except (TypeError, RingLAError) as e:
             error = e
+        self.behind.follow()
         if self.steps is not None:
             self.steps.forget()
         self.comparison.begin(given, error)
@@ -215,7 +114,7 @@ class SplitDenoiser:
         del given["step cache"], given["kernel"]
         return (), given | added
 
-    def _step(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def step(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Behind the step's embedding: what blocks make of it alone, of all ranks."""
         if self.steps is not None and not torch.compiler.is_compiling():
             self.steps.compute(output[0] if isinstance(output, tuple) else output)
@@ -239,7 +138,7 @@ class SplitDenoiser:
         checkpointed.ring_la = True  # type: ignore[attr-defined]
         return checkpointed
 
-    def _split(
+    def before_block(
         self,
         path: str,
         spec: BlockPlan,
@@ -260,7 +159,7 @@ class SplitDenoiser:
             self.call.rotary = {**dict(zip(names, positional)), **given}.get(spec.wide.rotary)
         return positional, given
 
-    def _split_refiner(
+    def before_refiner(
         self,
         path: str,
         spec: BlockPlan,
@@ -277,10 +176,10 @@ class SplitDenoiser:
             self.call.refined.add(path)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
 
-    def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: Any) -> Any:
+    def split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: Any) -> Any:
         """Behind a module that makes steps of time, where each token has its own, or a stream's tokens: this rank's."""
         if isinstance(output, Tensor):
-            return self._split_output(roles, module, args, (output,))[0]
+            return self.split_output(roles, module, args, (output,))[0]
         output = list(output)
         for n, role in roles.items():
             if isinstance(role, TokenRows):
@@ -296,9 +195,9 @@ class SplitDenoiser:
 
     def attend_image(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention over the image's tokens, ``[B, T, H, D]``."""
-        return self._attend(IMAGE, q, k, v, scale)
+        return self.attend(IMAGE, q, k, v, scale)
 
-    def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention of a block's processor, over the streams of `order`."""
         masked, sizes = self.call.masked, [self.call.streams.sizes[s] for s in order]
         if torch.compiler.is_compiling():
@@ -307,7 +206,7 @@ class SplitDenoiser:
             return operators.diffusion_attention(q, k, v, mask, self.number, names[0], sizes, names[1], scale)
         return self.call.keys.attend((q, k, v), order, sizes, masked, scale, self.call.how)
 
-    def _attend_others(self, order, keys, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
+    def attend_others(self, order, keys, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
         return self.call.keys.attend_others((q, k, v), order, keys, scale, self.call.how)
 
     def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
@@ -321,17 +220,17 @@ class SplitDenoiser:
         """Linear attention in the call under way, as the registered operator asks for it."""
         return split_linear(self.call.grid, q, k, v, normalizer_q, normalizer_k)
 
-    def _widen(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def widen(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last block: rows for the text of others, which the model takes off."""
         streams = self.call.streams
         others = output.new_zeros(len(output), streams.sizes["text"] - streams.local("text"), output.shape[2])
         return torch.cat([others, output], 1)
 
-    def _refined(self, stream: str, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def refined(self, stream: str, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last of some refiners: all their tokens, of which every rank takes its own again."""
         return self.layouts.of(self.call.streams.counts([stream])).gather(output, 1)
 
-    def _gather(self, module: nn.Module, args: tuple, output: Any, stream: str | None = None) -> Any:
+    def gather(self, module: nn.Module, args: tuple, output: Any, stream: str | None = None) -> Any:
         """Behind the last layer: the whole image."""
         if not self.call.started:  # all blocks were skipped
             return output
@@ -361,13 +260,9 @@ class SplitDenoiser:
     def _scale(self) -> int:
         return self.cp.size if self.plan.layers_behind else self.scale
 
-    def _divide_gradient(self, model: nn.Module, args: tuple, output: Any) -> None:
+    def divide_gradient(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Behind a model with layers behind the gathering: what every rank computes there counts once in the sum."""
         share = self.scale / self.cp.size
         for x in tensors_in(output):
             if x.requires_grad:
                 x.register_hook(lambda grad: grad * share)
-
-
-def _has(block: nn.Module, path: str) -> bool:
-    return path in dict(block.named_modules())

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...choices import AttentionChoice
 from ...comm import Group
 from ...context import ContextParallel
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, DisagreementError, UnsupportedError
 from .autoencoder import RowDecoder
 from .catalogue import PLANS
 from .guidance import Guidance, guided_class
@@ -110,8 +110,6 @@ class SplitPipeline:
         self.undo.callback(_forget, pipe)
         model: Any
         for model in transformers_of(pipe).values() if self.axes.guidance is not None else ():
-            if model._ring_la.plan.latents != "hidden_states":
-                raise UnsupportedError("cfg", "1 for a model whose rows are a list", type(model).__name__)
             model._ring_la_guidance = Guidance(self.axes.guidance)
             self.guided.append(model._ring_la_guidance)
             self.undo.callback(delattr, model, "_ring_la_guidance")
@@ -133,13 +131,25 @@ class SplitPipeline:
 
 
 def _restarting_class(kind: type, guided: list[Guidance]) -> type:
-    """The same class of pipelines, whose calls begin with nothing known of their steps."""
+    """The same class of pipelines, whose calls begin with nothing known of their steps, and end with all answered."""
 
     @functools.wraps(kind.__call__)
     def call(self, *args, **keywords):
         for guidance in guided:
-            guidance.restart()
-        return kind.__call__(self, *args, **keywords)
+            guidance.restart(True)
+        try:
+            out = kind.__call__(self, *args, **keywords)
+        except DisagreementError:  # NaN of a step that was not filled in is what differs
+            for guidance in guided:
+                guidance.finish()
+            raise
+        else:
+            for guidance in guided:
+                guidance.finish()
+            return out
+        finally:
+            for guidance in guided:
+                guidance.restart(False)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 

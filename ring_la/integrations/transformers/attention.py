@@ -193,7 +193,7 @@ def _run(
         raise UnsupportedError("model", "a call of the parallelized model itself", got)
     window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
     if mask.chunk is None:
-        return function(*tensors, **ours, window=window, **call.split).o
+        return call.operator(function, *tensors, **ours, window=window).o
     if call.earlier is not None:
         raise UnsupportedError("past_key_values", "an empty cache for attention in chunks", "a filled one")
     rows = zip(*(x.split(1) for x in tensors))

@@ -43,8 +43,8 @@ class Batches:
         return call, local
 
     def _layout(self, seq_len: int, offsets: tuple[int, ...] | None) -> ShardedLayout:
-        """The layout of a whole batch; the last one is kept."""
-        if self.too_short(seq_len, offsets):
+        """The layout of a whole batch; the last one is kept. Blocks of a deterministic one may leave a rank without."""
+        if self.too_short(seq_len, offsets) and not self.cp.deterministic:
             raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
         return self._layouts[seq_len, offsets]
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...context import ShardedLayout
+from ...errors import UnsupportedError
 from .cache import ContinuedRecorder
+
+
+class BlockwiseModel(Protocol):
+    """What runs a model block by block (`in_blocks`), as its layers ask it."""
+
+    def operator(self, function: Callable[..., Any], *tokens: Tensor, **shared: Any) -> Any:
+        """A function of all tokens, and a block's part of its o."""
+
+    def cross_entropy(self, call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
+        """The loss of the whole batch, given a block's logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +91,7 @@ class ModelCall:
         losses: what the loss function answered, each time it was asked.
         head: where the head does not work on all of this rank's tokens at once, what it works on.
         earlier: where layers find what they remember of the tokens before these; None: there are none.
+        blocks: what runs the model block by block, while it does (`in_blocks`); None: all tokens at once.
     """
 
     layout: ShardedLayout | None
@@ -93,12 +105,25 @@ class ModelCall:
     losses: list[Returned] = field(default_factory=list)
     head: HeadWork | None = None
     earlier: ContinuedRecorder | None = None
+    blocks: BlockwiseModel | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @property
     def split(self) -> dict[str, Any]:
-        """The keywords that tell ring_la's functions how the sequence is split."""
+        """The keywords that tell ring_la's functions how the sequence is split.
+
+        Raises:
+            UnsupportedError: block by block, where `operator` is what calls them.
+        """
+        self._refuse_blocks()
         return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}
+
+    def operator(self, function: Callable[..., Any], *tokens: Tensor, **options: Any) -> Any:
+        """A function of ours on tokens ``[B, T, …]``, with options that all tokens share, and how they are split; block
+        by block a result has o alone."""
+        if self.blocks is not None:
+            return self.blocks.operator(function, *tokens, **options)
+        return function(*tokens, **options, **self.split)
 
     @property
     def head_only(self) -> bool:
@@ -116,6 +141,7 @@ class ModelCall:
 
     def chunked(self, size: int) -> dict[str, Any]:
         """`split` with every document cut into parts of `size` tokens that do not see each other."""
+        self._refuse_blocks()
         if size not in self._chunked:
             borders = self.cu_seqlens.tolist() if self.layout is None else self.layout.cu_seqlens
             cuts = [t for a, b in zip(borders, borders[1:]) for t in range(a, b, size)] + [borders[-1]]
@@ -126,6 +152,11 @@ class ModelCall:
                 same = self.layout.cp.layout(self.layout.seq_len, self.layout.kind, cuts, self.layout.multiple_of)
                 self._chunked[size] = {"layout": same}
         return self._chunked[size]
+
+    def _refuse_blocks(self) -> None:
+        if self.blocks is not None:
+            expected = "one without deterministic=True for a layer whose operators take no blocks of tokens"
+            raise UnsupportedError("layout", expected, "a deterministic one")
 
 
 class Current:

@@ -15,6 +15,7 @@ from . import probe
 from .averaging import refuse_averaging
 from .call import Current, ModelCall
 from .foreign import told_as_theirs
+from .mixers import entry_of, takes_blocks
 from .modules import ModuleForwards, known
 from .settings import Settings
 
@@ -92,6 +93,17 @@ def refuse_by_config(model: PreTrainedModel) -> None:
             raise UnsupportedError("model", "the same layers on every rank", got, "Set it to 0")
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedError("model", "causal attention", f"{name} with is_causal=False")
+
+
+def refuse_other_bits(model: PreTrainedModel, settings: Settings) -> None:
+    """Refuse, for a deterministic ContextParallel, layers whose operators take no blocks, and what scales gradients."""
+    for name, module in model.named_modules():
+        if entry_of(type(module)) is not None and not takes_blocks(type(module)):
+            got = f"a deterministic one with {name} ({type(module).__name__})"
+            raise UnsupportedError("cp", "deterministic=False for this layer", got)
+    for name, given in (("average", settings.average), ("loss_chunk", settings.loss_chunk is not None)):
+        if given:
+            raise UnsupportedError(name, "not given with deterministic=True", getattr(settings, name))
 
 
 def refuse_head(model: PreTrainedModel, backbone: PreTrainedModel, loss: Callable) -> None:

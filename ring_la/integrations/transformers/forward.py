@@ -14,13 +14,16 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ...autograd import first_derivative_only, outside_graphs
+from ...blockwise import fixed
 from ...errors import UnsupportedError
 from .cache import CacheRecorder, ContinuedRecorder
 from .call import Current, ModelCall
 from .checks import refuse_by_places
 from .foreign import told_as_theirs
 from .head import loss_in_chunks
+from .in_blocks import in_blocks
 from .loss import agreed
+from .masks import documents_of_layout
 from .modules import known
 from .split import CacheSupport, SplitModel
 
@@ -81,6 +84,8 @@ def _short_prompt(split: SplitModel, arguments: dict) -> bool:
     """Whether this is a prompt that leaves a rank without a token, of which every rank wants the same."""
     given = {n for n, x in arguments.items() if x is not None and x is not False}
     ours = {"layout", "cu_seqlens", "labels", "shift_labels", "output_hidden_states", "output_router_logits"}
+    if split.settings.cp.deterministic:  # a call that is whole has other bits
+        return False
     if torch.is_grad_enabled() or given & ours or not {"input_ids", "use_cache", "logits_to_keep"} <= given:
         return False
     ids, keep = arguments["input_ids"], arguments["logits_to_keep"]
@@ -142,7 +147,9 @@ class ModelRun:
         keywords = self.local | self.of_head if head_only else self.local
         before = self.current.call
         try:
-            out = _in_call(self.original, self.model, self.current, call, keywords)
+            run = _in_blocks if fixed(call.layout) else _in_call
+            with documents_of_layout():
+                out = run(self.original, self.model, self.current, call, keywords)
         finally:
             self.current.call = before
         if call.targets is not None:
@@ -155,6 +162,13 @@ def _in_call(original: Callable, model: PreTrainedModel, current: Current, call:
     differ from call to call, the layout's number and lengths among it."""
     current.call = call
     return original(model, **keywords)
+
+
+@outside_graphs
+def _in_blocks(original: Callable, model: PreTrainedModel, current: Current, call: ModelCall, keywords: dict) -> Any:
+    """The same under a deterministic layout."""
+    current.call = call
+    return in_blocks(original, model, call, keywords)
 
 
 @outside_graphs
@@ -227,6 +241,7 @@ def _wants_cache(model: PreTrainedModel, support: CacheSupport, arguments: dict,
         "gradients": torch.is_grad_enabled(),
         "labels": call.targets is not None,
         "packed documents": call.layout.packed,
+        "deterministic=True": fixed(call.layout),
         "padding": call.padded,
         f"layers like {support.without}": support.without is not None,
     }

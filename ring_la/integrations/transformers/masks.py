@@ -7,7 +7,8 @@ accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,26 @@ def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_:
 
 
 UNREAD = CausalMask(read=False)
+
+
+def documents_of_layout() -> AbstractContextManager[None]:
+    """The library's models do not look for documents in positions meanwhile, which would wait for the device: the
+    layout knows them. (A compiler's traces do not wait.)"""
+    return nullcontext() if torch.compiler.is_compiling() else _not_searched()
+
+
+@contextmanager
+def _not_searched() -> Iterator[None]:
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _no_documents
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
+def _no_documents(position_ids: torch.Tensor) -> None:
+    """In the place of `find_packed_sequence_indices`."""
 
 
 def mask_of(module: Any, mask: CausalMask) -> CausalMask:

@@ -16,7 +16,7 @@ from ...errors import ArgumentError
 from .attention import NAME, AttentionNames, attend
 from .batches import Batches
 from .call import Current
-from .checks import Checks, refuse_by_config, refuse_head
+from .checks import Checks, refuse_by_config, refuse_head, refuse_other_bits
 from .forward import model_forward
 from .head import after_backbone, backbone_forward
 from .masks import make_mask
@@ -61,7 +61,8 @@ def parallelize(
     Args:
         model: any model whose softmax attention goes through the library's attention and mask functions and whose
             other mixers are in `mixers.MIXERS`.
-        cp: the group the sequence is split over.
+        cp: the group the sequence is split over. With a deterministic one the model runs on 64 tokens at a time, and
+            has the same bits on any number of ranks.
         kind: the layout of whole batches, "zigzag" or "contiguous".
         average: gradients averaged over the group, not summed, are those of one process: for DDP, FSDP, Accelerate and
             the Trainer, which average over all ranks.
@@ -85,6 +86,8 @@ def parallelize(
         raise ArgumentError("model", "one that is not parallelized", "one that is")
     refuse_by_config(model)
     refuse_head(model, _backbone(model), model.loss_function)
+    if cp.deterministic:
+        refuse_other_bits(model, settings)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     with ExitStack() as undo:

@@ -72,6 +72,7 @@ class SplitModel:
         call = self.call
         if call is None:
             return self.loss(logits=logits, labels=labels, vocab_size=vocab_size, **keywords)
-        loss = cross_entropy(call, logits, vocab_size)
-        call.losses.append(Returned.of(loss))
+        loss = (call.blocks.cross_entropy if call.blocks else cross_entropy)(call, logits, vocab_size)
+        if not (call.blocks and call.losses):  # one for all blocks
+            call.losses.append(Returned.of(loss))
         return loss

@@ -11,6 +11,9 @@
     hosts       the same for workers on other hosts, by NIXL
     asking      HTTP from vLLM's side; `ring_la.serving.reader` is the other
     pages       from what ranks hand over into the pages of vLLM's layers
+    states      how these keep recurrences and convolutions
+    scheduling  the scheduler's side: which prompts come from the reader
+    fetching    a worker's side: prompts into its memory
     connector   vLLM's interface, the only module that imports vLLM
 
 Requests and answers are JSON and raw numbers, handles of memory too; nothing is unpickled.

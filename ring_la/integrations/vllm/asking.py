@@ -48,6 +48,7 @@ class Lease:
     def __init__(self, address: str, timeout: float) -> None:
         self._address, self._line = address, connection(address, timeout)
         self._closed = False
+        self._line.auto_open = 0  # what was closed stays so
 
     def parcels(self, name: str, ids: Tensor, takers: int = 1) -> list[dict[str, Any]]:
         """What each rank hands over of the prompt ``ids [T]``, int64; waits until it is read.
@@ -60,6 +61,10 @@ class Lease:
         """
         where = f"/read?{urlencode({'prompt': name, 'takers': takers})}"
         try:
+            if not self._closed:
+                self._line.connect()
+            if self._closed:  # by now: `close` found nothing to shut
+                raise ConnectionAbortedError
             self._line.request("POST", where, body=ids.contiguous().numpy().tobytes())
             answer = self._line.getresponse()
             said = json.loads(answer.read())

@@ -65,7 +65,11 @@ class Shared:
         else:
             path = self._folder / str(key)
             with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # now, and not by a bus error when it is written
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)  # now, and not by a bus error when it is written
+                except OSError:
+                    path.unlink()
+                    raise
             memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             handle = {"file": str(path), "size": size}
         self._held[key] = memory

@@ -1,5 +1,6 @@
 // What Hopper's instructions look like from CUDA C++, without headers of the toolkit, so that NVRTC alone compiles it.
-// Addresses of shared memory are 32-bit numbers. bf16 travels as bits, two in a u32, the first in the low half.
+// Addresses of shared memory are 32-bit numbers. bf16, or with FP16 fp16, travels as bits, two in a u32, the first in the
+// low half.
 #pragma once
 
 typedef unsigned int u32;
@@ -12,17 +13,44 @@ typedef unsigned short u16;
 // -- numbers -------------------------------------------------------------------------------------------------------
 
 INLINE int uniform(int x) { return __shfl_sync(~0u, x, 0); }  // tells the compiler that a warp agrees
-INLINE float lo(u32 x) { return __uint_as_float(x << 16); }
-INLINE float hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+INLINE float from_half(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+template <bool FP16 = false> INLINE float lo(u32 x) {
+  if constexpr (FP16) return from_half((u16)(x & 0xffff));
+  return __uint_as_float(x << 16);
+}
+template <bool FP16 = false> INLINE float hi(u32 x) {
+  if constexpr (FP16) return from_half((u16)(x >> 16));
+  return __uint_as_float(x & 0xffff0000u);
+}
 INLINE float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-INLINE u32 pack(float first, float second) {
+template <bool FP16 = false> INLINE u32 pack(float first, float second) {
   u32 x;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+  if constexpr (FP16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
   return x;
+}
+INLINE u32 times_half(u32 x, u32 y) {  // of two fp16
+  u32 z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+INLINE u32 larger(u32 x, u32 y) {  // of two numbers of 16 bits each
+  u32 z;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+INLINE u32 warp_max(u32 x) {
+  u32 y;
+  asm("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // -- shared memory -------------------------------------------------------------------------------------------------
@@ -124,10 +152,14 @@ template <int N> INLINE void registers_up() { asm volatile("setmaxnreg.inc.sync.
 // -- products ------------------------------------------------------------------------------------------------------
 
 // c [16, 8] += a [16, 16] b [16, 8]
-INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#define MMA(TYPE)                                                                                                       \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "    \
+               "{%0,%1,%2,%3};"                                                                                         \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <bool FP16 = false> INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  if constexpr (FP16) MMA("f16");
+  else MMA("bf16");
 }
 
 #define F4(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
@@ -149,12 +181,15 @@ template <class Registers> INLINE void wg_wait(Registers& d) {
   wg_settled(d);
 }
 // d [64, 32] = a [64, 16] b [16, 32] (`more`: + d); b stored [n][k]. A warpgroup's, a and d in registers.
-INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-      "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
-      : F16(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+#define WGMMA32(TYPE)                                                                                                 \
+  asm volatile(                                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "\
+      "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"                                                                        \
+      : F16(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more))
+template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) {
+  if constexpr (FP16) WGMMA32("f16");
+  else WGMMA32("bf16");
 }
 INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) {  // d [64, 64]
   asm volatile(
@@ -165,13 +200,16 @@ INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) {  // d [64, 
       : F32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
 }
 // d [64, 128] += a [64, 16] b [16, 128]; b stored [k][n]
-INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"
-      "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-      "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-      : F64(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define WGMMA128(TYPE)                                                                                                \
+  asm volatile(                                                                                                       \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"\
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"\
+      "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "                            \
+      "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                                                           \
+      : F64(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+template <bool FP16 = false> INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) {
+  if constexpr (FP16) WGMMA128("f16");
+  else WGMMA128("bf16");
 }
 // d [64, 16] = a [64, 16] b [16, 16] (`more`: + d); b stored [n][k]
 INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) {
@@ -187,12 +225,15 @@ INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) {
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 1, 0;\n}"
       : F8(d) : "l"(a), "l"(b), "r"(more));
 }
-INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-      "%16, %17, p, 1, 1, 1, 0;\n}"
-      : F16(d) : "l"(a), "l"(b), "r"(more));
+#define WGMMA32_SHARED(TYPE)                                                                                          \
+  asm volatile(                                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "\
+      "%16, %17, p, 1, 1, 1, 0;\n}"                                                                                   \
+      : F16(d) : "l"(a), "l"(b), "r"(more))
+template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) {
+  if constexpr (FP16) WGMMA32_SHARED("f16");
+  else WGMMA32_SHARED("bf16");
 }
 INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) {
   asm volatile(

@@ -59,6 +59,13 @@ def once(g: Tensor | None) -> Tensor | None:
     return g.as_strided((1, 1, H), (0, 0, head))
 
 
+def query_dtype(rule: Rule, q: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What kernels take q in: the `dtype` of products' operands, or under a rule that is additive with a decay per key
+    channel fp32, where it came so. They round it themselves, and its gradient is not rounded."""
+    fine = rule.write == "additive" and rule.decay == "diagonal" and q.dtype == torch.float32
+    return torch.float32 if fine else dtype
+
+
 @functools.cache
 def hopper(device: torch.device) -> bool:
     """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
@@ -197,9 +204,10 @@ class SpanPlan:
         return self.new(self.sizes.B, self.chunks.count, self.sizes.H, 4, self.chunk)
 
     def ready(self, inputs: Inputs) -> Inputs:
-        """Inputs as kernels take them: aligned, and products' operands of one dtype."""
+        """Inputs as kernels take them: aligned, and products' operands of one dtype (but see `query_dtype`)."""
         q, k, v, g, beta, a, b = (None if x is None else aligned(x) for x in inputs)
-        q, k, a, b = (x if x is None or x.dtype == self.dtype else x.to(self.dtype) for x in (q, k, a, b))
+        k, a, b = (x if x is None or x.dtype == self.dtype else x.to(self.dtype) for x in (k, a, b))
+        q = q.to(query_dtype(self.rule, q, self.dtype))
         return Inputs(q, k, v, g, beta, a, b)
 
     def state(self, S: Tensor | None) -> Tensor | None:

@@ -176,7 +176,7 @@ def gradient_kernel(
         return
     t = tl.arange(0, C)
     e = tl.arange(0, BV)
-    dt = q.dtype.element_ty
+    dt = k.dtype.element_ty
     at_chunk = entry(b, s, h, NC, H) * (K * V)
     q_ = head(q, b, start, h, T, HK, H, K)
     k_ = head(k, b, start, h, T, HK, H, K)
@@ -208,7 +208,7 @@ def gradient_kernel(
             r = tile(r_, t, n, e, H * V, V)
     for m in range(0, K, BK):
         d = m + tl.arange(0, BK)
-        x = tile(q_, t, n, d, HK * K, K)
+        x = tile(q_, t, n, d, HK * K, K).to(dt)
         y = tile(k_, t, n, d, HK * K, K)
         ya = tile(head(a, b, start, h, T, H, H, K), t, n, d, H * K, K) if ERASE else y
         g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
@@ -257,7 +257,7 @@ def diagonal_gradients(
     delta, full = plan.rule.write != "additive", plan.dtype == torch.float32
     da = plan.tokens(K) if plan.rule.write == "erase" else None
     q, k, v = inputs.qkv
-    dq, dk, dg = plan.tokens(K), plan.tokens(K), torch.empty_like(inputs.g)
+    dq, dk, dg = plan.new(B, T, H, K, dtype=q.dtype), plan.tokens(K), torch.empty_like(inputs.g)
     dbeta = plan.new(B, T, H) if delta else None
     for levelled in (False, True):
         launch(

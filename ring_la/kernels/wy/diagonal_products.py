@@ -64,7 +64,7 @@ def products_kernel(
         d = m + tl.arange(0, BK)
         g = running(tile(g_ + at, t, n, d, H * K, K), C, PREC)  # past the chunk's end the sum stays what it was
         put(G + at, g, t, n, d, H * K, K)
-        x = tile(q_, t, n, d, HK * K, K)
+        x = tile(q_, t, n, d, HK * K, K).to(k.dtype.element_ty)  # see `plan.query_dtype`
         y = tile(k_, t, n, d, HK * K, K)
         own += tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
         ref = row_of(g, t, half)
@@ -119,7 +119,7 @@ def levels_kernel(
     least = LEVELS
     for m in range(0, K, BK):
         d = m + tl.arange(0, BK)
-        x = tile(q_, t, n, d, HK * K, K)
+        x = tile(q_, t, n, d, HK * K, K).to(k.dtype.element_ty)  # see `plan.query_dtype`
         y = tile(k_, t, n, d, HK * K, K)
         g = gates_at(G_, tl.minimum(t, n - 1), d, H * K, K)
         gc = tl.load(G_ + (n - 1) * (H * K) + d, d < K, other=0.0)

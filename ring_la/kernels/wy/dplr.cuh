@@ -4,7 +4,7 @@
 #define D 128 // channels of a head
 #define GATE_BF16 1
 #define OUTER a.outer
-#include "channels.cuh"
+#include "half.cuh"
 
 struct Args {
   const u16 *q, *k, *v;  // [tokens, HK, 128], v [tokens, H, 128], bf16

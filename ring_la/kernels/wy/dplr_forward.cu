@@ -5,12 +5,14 @@
 //
 // Chunks of 32 tokens, K = V = 128. With G the running sum of g in a chunk, G' that of the token before, GL the last,
 //
-//   qg = scale q e^G,  ag = a e^G',  kd = k e^(GL - G),  bd = b e^(GL - G),  qi = qg e^-GL,  ai = ag e^-GL
-//   P_k = tril(qi kd^T),  P_b = tril(qi bd^T),  L = tril(ai kd^T, -1),  M = (I - tril(ai bd^T, -1))^-1
+//   qg = scale q e^G,  ag = a e^G',  kd = k e^(GL - G),  bd = b e^(GL - G)
+//   qi = scale q e^(G - GL/2),  ai = a e^(G' - GL/2),  ki = k e^(GL/2 - G),  bi = b e^(GL/2 - G)
+//   P_k = tril(qi ki^T),  P_b = tril(qi bi^T),  L = tril(ai ki^T, -1),  M = (I - tril(ai bi^T, -1))^-1
 //   Y = M (ag S + L V),   o = qg S + P_b Y + P_k V,   S <- e^GL S + kd^T V + bd^T Y
 //
 // A program works through a span of one head: three warps make the factors, a chunk each, and eight carry the state
-// transposed, [V, K], as accumulators. A chunk whose factors do not fit (GL below log2's HARDEST) gives NaN: the caller has
+// transposed, [V, K], as accumulators. Pairs are found from fp16 where what the gates add up to allows it (see half.cuh), and
+// multiplied in two parts of bf16, but for M. A chunk whose factors do not fit (GL below log2's HARDEST) gives NaN: the caller has
 // promised that none does.
 //
 // A span that is not a piece's first waits for the state that the one before it leaves. It meanwhile finds what its tokens leave
@@ -20,7 +22,8 @@
 #include "triangle.cuh"
 
 #define SLOTS 3 // chunks under way, one a warp that makes factors
-// A slot: a and q, then ag and qg; k, b, then kd, bd; v, then Y and o; P of k and b, L, M (before: ai); g, then qi; e^GL
+// A slot: a and q, then ai and qi, then ag and qg; k, b, then ki, bi, then kd, bd; v, then Y and o; P of k and b, L, M; g, then
+// what P of k and b and L are beyond bf16; e^GL
 #define SLOT 58368
 #define OFF_A 0
 #define OFF_K 16384
@@ -29,6 +32,8 @@
 #define OFF_P 40960
 #define OFF_G 49152
 #define OFF_E 57344
+#define LOW (OFF_G - OFF_P)              // from pairs to what they are beyond bf16
+#define MILD -28.f                       // log2 of the least that a chunk leaves of a channel whose pairs are found from fp16
 #define STAGE (SLOTS * SLOT)             // with KEEP: the state on its way out, 4 KB a warp that carries it
 #define TRIANGLES (STAGE + KEEP * 32768) // what a maker inverts
 #define BARS (TRIANGLES + SLOTS * TRIANGLE) // of each slot: full, empty
@@ -61,63 +66,69 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at
   }
 }
 
-// ag, qg, kd and bd over a, q, k and b; qi over g, ai where pairs will lie. E: e^GL.
-INLINE void make_factors(const float (&GL)[4], const float (&E)[4], float scale, u32 at, int lane) {
+// What the tiles of a chunk are multiplied by, by log2: those in fp16
+struct Powers { int a, q, k, b; };
+
+// The same tiles with factors about the chunk's middle: ai, qi, ki, bi
+template <bool FP16> INLINE void make_factors(const float (&GL)[4], const Powers& by, float scale, u32 at, int lane) {
   const int chunk = lane >> 1;
   const u32 half = (lane & 1) * 8;
-  float G[4] = {0.f, 0.f, 0.f, 0.f}, over[4];  // over: e^(G - GL) of the token before
+  const float fa = power(by.a), fq = power(by.q) * scale, fk = power(by.k), fb = power(by.b);
+  float G[4] = {0.f, 0.f, 0.f, 0.f}, over[4];  // over: e^(G - GL/2) of the token before
 #pragma unroll
-  for (int j = 0; j < 4; j++) over[j] = ex2(-GL[j]);
-#pragma unroll 1
-  for (int i0 = 0; i0 < C; i0 += 2) {  // qi takes no place of g that is read later
-    float g[2][4];
-    u32 x[2][4][2];  // a, q, k, b
+  for (int j = 0; j < 4; j++) over[j] = ex2(-0.5f * GL[j]);
+#pragma unroll 2
+  for (int i = 0; i < C; i++) {
+    const u32 to_a = at + OFF_A + both_place(i, chunk) + half, to_k = at + OFF_K + tile_place(i, chunk) + half;
+    float g[4], under[4];
+    u32 x[4][2];  // a, q, k, b
+    gates(g, at + OFF_G + i * 256, lane);
+    lds64(x[0], to_a);
+    lds64(x[1], to_a + SECOND);
+    lds64(x[2], to_k);
+    lds64(x[3], to_k + OFF_B - OFF_K);
+    auto put = [&](const u32(&z)[2], const float(&y)[4], float f, u32 to) {
+      sts64(to, pack<FP16>(lo(z[0]) * (y[0] * f), hi(z[0]) * (y[1] * f)), pack<FP16>(lo(z[1]) * (y[2] * f), hi(z[1]) * (y[3] * f)));
+    };
+    put(x[0], over, fa, to_a);
 #pragma unroll
-    for (int l = 0; l < 2; l++) {
-      const int i = i0 + l;
-      gates(g[l], at + OFF_G + i * 256, lane);
-      lds64(x[l][0], at + OFF_A + both_place(i, chunk) + half);
-      lds64(x[l][1], at + OFF_A + SECOND + both_place(i, chunk) + half);
-      lds64(x[l][2], at + OFF_K + tile_place(i, chunk) + half);
-      lds64(x[l][3], at + OFF_B + tile_place(i, chunk) + half);
+    for (int j = 0; j < 4; j++) {
+      G[j] = fmaf(g[j], LOG2E, G[j]);
+      over[j] = ex2(G[j] - 0.5f * GL[j]);
+      under[j] = ex2(0.5f * GL[j] - G[j]);
     }
-    __syncwarp();
+    put(x[1], over, fq, to_a + SECOND);
+    put(x[2], under, fk, to_k);
+    put(x[3], under, fb, to_k + OFF_B - OFF_K);
+  }
+}
+
+// ag, qg, kd and bd in bf16 over ai, qi, ki and bi
+template <bool FP16> INLINE void to_state(const float (&GL)[4], const Powers& by, u32 at, int lane) {
+  const int chunk = lane >> 1;
+  const u32 half = (lane & 1) * 8;
+  float E[4];
 #pragma unroll
-    for (int l = 0; l < 2; l++) {
-      const int i = i0 + l;
-      const u32 place = i * 256 + swz(i, chunk) + half;
-      float y[4];
-      auto put = [&](const u32(&z)[2], u32 to) {
-        sts64(to, pack(lo(z[0]) * y[0], hi(z[0]) * y[1]), pack(lo(z[1]) * y[2], hi(z[1]) * y[3]));
-      };
+  for (int j = 0; j < 4; j++) E[j] = ex2(0.5f * GL[j]);
+#pragma unroll 1
+  for (int which = 0; which < 4; which++) {
+    const float f = power(which == 0 ? -by.a : which == 1 ? -by.q : which == 2 ? -by.k : -by.b);
+    float y[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) y[j] = over[j];
-      put(x[l][0], at + OFF_P + place);
-#pragma unroll
-      for (int j = 0; j < 4; j++) y[j] = over[j] * E[j];
-      put(x[l][0], at + OFF_A + both_place(i, chunk) + half);
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        G[j] = fmaf(g[l][j], LOG2E, G[j]);
-        y[j] = ex2(GL[j] - G[j]);
-      }
-      put(x[l][2], at + OFF_K + tile_place(i, chunk) + half);
-      put(x[l][3], at + OFF_B + tile_place(i, chunk) + half);
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        over[j] = ex2(G[j] - GL[j]);
-        y[j] = over[j] * scale;
-      }
-      put(x[l][1], at + OFF_G + place);
-#pragma unroll
-      for (int j = 0; j < 4; j++) y[j] *= E[j];
-      put(x[l][1], at + OFF_A + SECOND + both_place(i, chunk) + half);
+    for (int j = 0; j < 4; j++) y[j] = E[j] * f;
+#pragma unroll 4
+    for (int i = 0; i < C; i++) {
+      const u32 place = at + half + (which < 2 ? OFF_A + which * SECOND + both_place(i, chunk)
+                                               : OFF_K + (which - 2) * (OFF_B - OFF_K) + tile_place(i, chunk));
+      u32 x[2];
+      lds64(x, place);
+      sts64(place, pack(lo<FP16>(x[0]) * y[0], hi<FP16>(x[0]) * y[1]), pack(lo<FP16>(x[1]) * y[2], hi<FP16>(x[1]) * y[3]));
     }
   }
 }
 
-// Products of rows of qi or ai (at `left`) with kd and bd: tiles of 8 columns, two of rows 0 to 15, four of rows 16 to 31
-INLINE void products(float (&X)[6][4], float (&Y)[6][4], u32 left, u32 at, int lane) {
+// Products of rows of ai or qi (at `left`) with ki and bi: tiles of 8 columns, two of rows 0 to 15, four of rows 16 to 31
+template <bool FP16> INLINE void products(float (&X)[6][4], float (&Y)[6][4], u32 left, u32 at, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
@@ -128,8 +139,8 @@ INLINE void products(float (&X)[6][4], float (&Y)[6][4], u32 left, u32 at, int l
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     u32 x[2][4];
-    ldm(x[0], left + ra * 256 + swz(ra, 2 * ks + ca));
-    ldm(x[1], left + (16 + ra) * 256 + swz(ra, 2 * ks + ca));
+    ldm(x[0], left + both_place(ra, 2 * ks + ca));
+    ldm(x[1], left + both_place(16 + ra, 2 * ks + ca));
 #pragma unroll
     for (int which = 0; which < 2; which++) {
       float(&Z)[6][4] = which ? Y : X;
@@ -137,15 +148,15 @@ INLINE void products(float (&X)[6][4], float (&Y)[6][4], u32 left, u32 at, int l
       for (int j = 0; j < 2; j++) {
         u32 n[4];
         ldm(n, at + (which ? OFF_B : OFF_K) + tile_place(16 * j + rb, 2 * ks + cb));
-        if (j == 0) { mma(Z[0], x[0], n[0], n[1]); mma(Z[1], x[0], n[2], n[3]); }
-        mma(Z[2 + 2 * j], x[1], n[0], n[1]); mma(Z[3 + 2 * j], x[1], n[2], n[3]);
+        if (j == 0) { mma<FP16>(Z[0], x[0], n[0], n[1]); mma<FP16>(Z[1], x[0], n[2], n[3]); }
+        mma<FP16>(Z[2 + 2 * j], x[1], n[0], n[1]); mma<FP16>(Z[3 + 2 * j], x[1], n[2], n[3]);
       }
     }
   }
 }
 
-// What lies below the diagonal, and on it if `diagonal`, in bf16
-INLINE void put_pairs(const float (&X)[6][4], bool diagonal, u32 to, int lane) {
+// What lies below the diagonal, and on it if `diagonal`, times `by`, in two parts of bf16
+INLINE void put_pairs(const float (&X)[6][4], float by, bool diagonal, u32 to, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
 #pragma unroll
   for (int m = 0; m < 2; m++)
@@ -156,13 +167,17 @@ INLINE void put_pairs(const float (&X)[6][4], bool diagonal, u32 to, int lane) {
       for (int nt = 0; nt < 2 + 2 * m; nt++) {
         const int j = nt * 8 + 2 * (lane & 3);
         const float* y = &X[2 * m + nt][2 * e];
-        sts32(to + pair_place(i, nt) + (lane & 3) * 4, pack(j <= last ? y[0] : 0.f, j + 1 <= last ? y[1] : 0.f));
+        const u32 place = to + pair_place(i, nt) + (lane & 3) * 4;
+        const float y0 = j <= last ? y[0] * by : 0.f, y1 = j + 1 <= last ? y[1] * by : 0.f;
+        const u32 high = pack(y0, y1);
+        sts32(place, high);
+        sts32(place + LOW, pack(y0 - lo(high), y1 - hi(high)));
       }
     }
 }
 
-// -X below the diagonal to `triangle`
-INLINE void put_triangle(const float (&X)[6][4], u32 triangle, int lane) {
+// -X times `by` below the diagonal to `triangle`
+INLINE void put_triangle(const float (&X)[6][4], float by, u32 triangle, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
   const u32 l = lane & 3, l0 = l >> 1, l1 = (l + 1) >> 1;
   const u32 even = triangle + (lane >> 2) * 4 + 256 * l - 32 * l0 * (l - l0);
@@ -176,10 +191,28 @@ INLINE void put_triangle(const float (&X)[6][4], u32 triangle, int lane) {
       for (int nt = 0; nt < 2 + 2 * m; nt++) {
         const int j = nt * 8 + 2 * (lane & 3), back = nt * 64 * l;
         const float* y = &X[2 * m + nt][2 * e];
-        if (j < i) sts32(even - back + nt * (1024 - 128 * nt) + row, __float_as_uint(-y[0]));
-        if (j + 1 < i) sts32(odd - back + 128 + nt * (992 - 128 * nt) + row, __float_as_uint(-y[1]));
+        if (j < i) sts32(even - back + nt * (1024 - 128 * nt) + row, __float_as_uint(-by * y[0]));
+        if (j + 1 < i) sts32(odd - back + 128 + nt * (992 - 128 * nt) + row, __float_as_uint(-by * y[1]));
       }
     }
+}
+
+// A chunk's pairs, of which those that outputs want only with `outputs`, and what the state needs of its tokens
+template <bool FP16>
+INLINE void make_chunk(const float (&GL)[4], const Powers& by, float scale, bool outputs, u32 triangle, u32 at, int lane) {
+  make_factors<FP16>(GL, by, scale, at, lane);
+  __syncwarp();
+  float X[6][4], Y[6][4];
+  products<FP16>(X, Y, at + OFF_A, at, lane);
+  put_pairs(X, power(-by.a - by.k), false, at + OFF_P + 4096, lane);
+  put_triangle(Y, power(-by.a - by.b), triangle, lane);
+  if (outputs) {
+    products<FP16>(X, Y, at + OFF_A + SECOND, at, lane);
+    put_pairs(X, power(-by.q - by.k), true, at + OFF_P, lane);
+    put_pairs(Y, power(-by.q - by.b), true, at + OFF_P + 2048, lane);
+  }
+  __syncwarp();
+  to_state<FP16>(GL, by, at, lane);
 }
 
 // The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
@@ -197,19 +230,13 @@ INLINE void produce(const Args& a, const Span& x, int h, int n, int passes, u32 
 #pragma unroll
     for (int j = 0; j < 4; j++) E[j] = hard ? __int_as_float(0x7fffffff) : ex2(GL[j]);
     sts128(at + OFF_E + lane * 16, E);
-    make_factors(GL, E, a.scale, at, lane);
-    __syncwarp();
-    {
-      float X[6][4], Y[6][4];
-      products(X, Y, at + OFF_P, at, lane);
-      __syncwarp();  // ai is read
-      put_pairs(X, false, at + OFF_P + 4096, lane);
-      put_triangle(Y, triangle, lane);
-      if (pass == passes - 1) {
-        products(X, Y, at + OFF_G, at, lane);
-        put_pairs(X, true, at + OFF_P, lane);
-        put_pairs(Y, true, at + OFF_P + 2048, lane);
-      }
+    if (__all_sync(~0u, fminf(fminf(GL[0], GL[1]), fminf(GL[2], GL[3])) >= MILD)) {
+      auto room = [&](u32 from, int more, int apart) { return -size_of(largest_in(from, lane, apart), more, 50).e; };
+      const Powers by = {room(at + OFF_A, 0, BOTH), room(at + OFF_A + SECOND, exponent(a.scale) + 1, BOTH),
+                         room(at + OFF_K, 0, HALF), room(at + OFF_B, 0, HALF)};
+      make_chunk<true>(GL, by, a.scale, pass == passes - 1, triangle, at, lane);
+    } else {
+      make_chunk<false>(GL, {0, 0, 0, 0}, a.scale, pass == passes - 1, triangle, at, lane);
     }
     __syncwarp();
     invert(1.f, at + OFF_P + 6144, triangle, lane);
@@ -251,7 +278,7 @@ INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lan
 }
 #endif
 
-// X += pairs (lower triangle, at `p_at`) times what `x` holds
+// X += pairs (lower triangle, at `p_at`) times what `x` holds, in bf16
 INLINE void add_pairs(float* X, const u32 (&x)[2][4], u32 p_at, int rb, int cb) {
   u32 p[4];
   ldm(p, p_at + pair_place(rb, cb));
@@ -295,6 +322,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
     }
     float R[16] = {};
     add_pairs(R, v, at + OFF_P + 4096, rb, cb);
+    add_pairs(R, v, at + OFF_P + LOW + 4096, rb, cb);
     wg_wait(RO);
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i >> 2][i & 3] = pack(RO[2 * i] + R[2 * i], RO[2 * i + 1] + R[2 * i + 1]);
@@ -311,8 +339,11 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
     wg_commit();
     if (last) {
       float* O = RO + 16;
-      add_pairs(O, v, at + OFF_P, rb, cb);
-      add_pairs(O, y, at + OFF_P + 2048, rb, cb);
+#pragma unroll
+      for (int low = 0; low <= LOW; low += LOW) {
+        add_pairs(O, v, at + OFF_P + low, rb, cb);
+        add_pairs(O, y, at + OFF_P + low + 2048, rb, cb);
+      }
       const int to = w * 2 + (lane & 1);
 #if KEEP
       u16* const kept = a.kept_Y + kept_at(a, chunk + (t - begin) / C, h) * (C * D);

@@ -3,7 +3,7 @@
 #define C 32  // tokens a chunk
 #define D 128 // channels of a head
 #define OUTER a.length
-#include "channels.cuh"
+#include "half.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
 #define BACK 24         // chunks that a span may begin early
@@ -19,14 +19,69 @@ struct Args {
   int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`
   float* states;         // [count, H, 128 * 128]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
-  u16* kept_P;           // [chunks, heads, 32 * 32], see `pair_place`
+  u16* kept_P;           // [chunks, heads, 32 * 32 + 8], see `pair_place`; behind them what the state was multiplied by
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int pick;              // whether spans that wait go first, see `choose`
   float scale;
 };
 
+#define PAIRS (2 * C * C + 16)  // bytes that a chunk keeps of its pairs
+
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
+
+// How a chunk is computed, from the gates that lie at `at` in rows of `bytes`; G: log2 of what they leave of this lane's four channels,
+// E: what half of that leaves, or where pairs go one by one 1; `left`: the most that a channel keeps.
+INLINE Kind kind_of(float (&G)[4], float (&E)[4], float& left, u32 at, int bytes, int lane) {
+  const bool hard = chunk_decay(G, at, bytes, lane);
+  const bool gentle = __all_sync(~0u, fminf(fminf(G[0], G[1]), fminf(G[2], G[3])) >= GENTLE);
+#pragma unroll
+  for (int j = 0; j < 4; j++) E[j] = hard ? 1.f : ex2(0.5f * G[j]);
+  float most = fmaxf(fmaxf(G[0], G[1]), fmaxf(G[2], G[3]));
+#pragma unroll
+  for (int m = 16; m; m >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
+  left = ex2(fminf(most, 0.f));
+  return hard ? HARD : gentle ? HALVES : WIDE;
+}
+
+// q e^(G - M) times fq and k e^(M - G) times fk over q and k, M = GL / 2; of a hard chunk q e^G and k e^(GL - G). G: where
+// to leave G by log2, or 0.
+template <bool FP16>
+INLINE void make_factors(const float (&GL)[4], bool hard, float fq, float fk, u32 q_at, u32 k_at, u32 g_at, int bytes, bool leave_G,
+                         int lane) {
+  const int chunk = lane >> 1;
+  const u32 half = (lane & 1) * 8;
+  float G[4] = {0.f, 0.f, 0.f, 0.f}, up[4], down[4];  // from where factors are counted
+#pragma unroll
+  for (int j = 0; j < 4; j++) { up[j] = hard ? 0.f : 0.5f * GL[j]; down[j] = hard ? GL[j] : 0.5f * GL[j]; }
+#pragma unroll 1
+  for (int i0 = 0; i0 < C; i0 += GROUP) {
+    float g[GROUP][4];
+    u32 q[GROUP][2], k[GROUP][2];
+#pragma unroll
+    for (int l = 0; l < GROUP; l++) {
+      gates(g[l], g_at + (i0 + l) * bytes, lane);
+      lds64(q[l], q_at + tile_place(i0 + l, chunk) + half);
+      lds64(k[l], k_at + tile_place(i0 + l, chunk) + half);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int l = 0; l < GROUP; l++) {
+      const int i = i0 + l;
+      float x[4], y[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        G[j] = fmaf(g[l][j], LOG2E, G[j]);
+        x[j] = ex2(G[j] - up[j]) * fq;
+        y[j] = ex2(down[j] - G[j]) * fk;
+      }
+      const u32 place = tile_place(i, chunk) + half;
+      sts64(q_at + place, pack<FP16>(lo(q[l][0]) * x[0], hi(q[l][0]) * x[1]), pack<FP16>(lo(q[l][1]) * x[2], hi(q[l][1]) * x[3]));
+      sts64(k_at + place, pack<FP16>(lo(k[l][0]) * y[0], hi(k[l][0]) * y[1]), pack<FP16>(lo(k[l][1]) * y[2], hi(k[l][1]) * y[3]));
+      if (leave_G) sts128(g_at + i * bytes + lane * 16, G);
+    }
+  }
+}
 
 // After how many chunks of those that begin at `from`, `from` + `step`, ... what enters is forgotten in all channels; -1: not
 // within the `most` that there are. By all twelve warps; `scratch`: 512 bytes for each of twelve chunks, and 16.

@@ -1,14 +1,16 @@
 // GLA's gradients in one launch, from what gla_forward.cu with KEEP left: the state S before each chunk, and P.
 //
-// With the names of gla_forward.cu, and from right to left the gradient dS of the state after a chunk:
+// With the names of gla_forward.cu, and from right to left the gradient dS of the state after a chunk, S' = e^M S before it and
+// dS' = e^M dS:
 //
-//   dV = kd dS + P^T dO        dP = tril(dO V^T)
-//   Y = dO S^T + e^-GL dP kd   W = V dS^T + e^-GL dP^T qg
-//   dq = scale e^G Y           dk = e^(GL - G) W
-//   dS <- e^GL dS + qg^T dO
+//   dV = ki dS' + P^T dO       dP = tril(dO V^T)
+//   Y = dO S'^T + dP ki        W = V dS'^T + dP^T qi
+//   dq = scale e^(G - M) Y     dk = e^(M - G) W
+//   dS <- e^M (dS' + qi^T dO)
 //
-// The gradient of g is the sum over a chunk's tokens from its own on of qg Y - kd W, and of kd (V dS^T) over all of them, and
-// e^GL S dS. Where e^-GL would not fit the pairs' parts are found one by one, from q and k and factors of at most 1.
+// The gradient of g is the sum over a chunk's tokens from its own on of qi Y - ki W, and of ki (V dS'^T) over all of them, and
+// S' dS'. In a hard chunk qi and ki are scale q e^G and k e^(GL - G), S' and dS' are S and dS, and the pairs' parts are found
+// one by one, from q and k and factors of at most 1. What tiles are multiplied by: see half.cuh.
 //
 // A program works through a span of one head from its end to its begin: three warps make the factors and dP of a chunk
 // each, one fetches states, eight carry dS transposed, [V, K]. A span that is not a piece's last starts up to 24 chunks late
@@ -17,7 +19,7 @@
 #include "gla.cuh"
 
 #define SLOTS 3 // chunks under way, one a warp that makes factors
-// A slot: q, k, then qg, kd, and at last dq, dk; dO; v, then dV; g, then G by log2, then dg; P; dP; e^GL
+// A slot: q, k, then qi, ki, and at last dq, dk; dO; v, then dV; g, then G by log2, then dg; P; dP; e^M (of a hard chunk 1)
 #define SLOT 54272
 #define OFF_Q 0
 #define OFF_K 8192
@@ -33,8 +35,13 @@
 #define SUMS (ADJOINT + 32768)      // of each maker: log2 of what its chunks leave of each channel, of a span that waits
 #define BARS (SUMS + SLOTS * 512)   // of each slot: full, empty
 #define BARS_S (BARS + SLOTS * 16)  // of the state: full, empty
-#define HARD (BARS_S + 16)          // of each slot: whether pairs go one by one
-#define SAID (HARD + 16)            // the ticket; three words, of which `leave` takes the last; masks
+#define NUMBERS (BARS_S + 16)       // of each slot: see `Numbers`, and behind them what the state before it was multiplied by
+#define LARGEST (NUMBERS + SLOTS * 64) // see `largest_of`
+#define SAID (LARGEST + 32)         // the ticket; three words, of which `leave` takes the last; masks
+
+// What a maker says of a chunk: what it adds to dS at most and leaves of it; what dS is multiplied by for a chunk's part of it,
+// fo fq; fk fv; and what sums are multiplied by: dV's, Y's, W's, and those of the gates' gradients
+struct Numbers { int kind; float add, left, own, write, dv, y, w, dg; };
 
 struct BackArgs {
   Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
@@ -48,7 +55,7 @@ INLINE int piece_end(const Args& a, const Span& x) { return a.table ? a.cu[x.pie
 // -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
 
 // Ask for the rows of 32 tokens from t on; those from `end` on are zero. v and P only for the span's `own`.
-INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool own, u32 at, int lane) {
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool own, u32 numbers, u32 at, int lane) {
   const Args& a = b.a;
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
@@ -69,76 +76,48 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
   }
   load_gates(a, t, end, h, at + OFF_G, ROW, lane);
   if (!own) return;
-  const char* pairs = (const char*)(a.kept_P + kept_at(a, chunk, h) * (C * C)) + lane * 16;
+  const char* pairs = (const char*)a.kept_P + kept_at(a, chunk, h) * PAIRS + lane * 16;
 #pragma unroll
   for (int i = 0; i < 4; i++) cp16(at + OFF_P + i * 512 + lane * 16, pairs + i * 512, true);
+  if (lane == 0) cp16(numbers + 48, pairs + 2 * C * C, true);
 }
 
-// qg and kd over q and k, G over g
-INLINE void make_factors(const float (&GL)[4], float scale, u32 at, int lane) {
-  const int chunk = lane >> 1;
-  const u32 half = (lane & 1) * 8;
-  float G[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
-  for (int i0 = 0; i0 < C; i0 += GROUP) {
-    float g[GROUP][4];
-    u32 q[GROUP][2], k[GROUP][2];
+// What dS needs of a chunk, and dP of the span's `own`. `left`: log2 of what chunks leave is added there, and left at `sums`.
+INLINE void make_chunk(float scale, bool own, float* left, u32 sums, u32 numbers, u32 at, int lane) {
+  float GL[4], E[4], kept;
+  Kind kind = kind_of(GL, E, kept, at + OFF_G, ROW, lane);
+  if (left) {
 #pragma unroll
-    for (int l = 0; l < GROUP; l++) {
-      gates(g[l], at + OFF_G + (i0 + l) * ROW, lane);
-      lds64(q[l], at + OFF_Q + tile_place(i0 + l, chunk) + half);
-      lds64(k[l], at + OFF_K + tile_place(i0 + l, chunk) + half);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int l = 0; l < GROUP; l++) {
-      const int i = i0 + l;
-      float up[4], to_end[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        G[j] = fmaf(g[l][j], LOG2E, G[j]);
-        up[j] = ex2(G[j]) * scale;
-        to_end[j] = ex2(GL[j] - G[j]);
-      }
-      const u32 place = tile_place(i, chunk) + half;
-      sts64(at + OFF_Q + place, pack(lo(q[l][0]) * up[0], hi(q[l][0]) * up[1]), pack(lo(q[l][1]) * up[2], hi(q[l][1]) * up[3]));
-      sts64(at + OFF_K + place, pack(lo(k[l][0]) * to_end[0], hi(k[l][0]) * to_end[1]),
-            pack(lo(k[l][1]) * to_end[2], hi(k[l][1]) * to_end[3]));
-      sts128(at + OFF_G + i * ROW + lane * 16, G);
-    }
+    for (int j = 0; j < 4; j++) left[j] += GL[j];
+    sts128(sums + lane * 16, left);
   }
-}
-
-// dP
-INLINE void pair_gradients(u32 at, int lane) {
-  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  float P[6][4] = {};  // tiles of 8 columns: two of rows 0 to 15, four of rows 16 to 31
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    u32 x[4], n[2][4];
-    ldm(n[0], at + OFF_V + tile_place(rb, 2 * ks + cb));
-    ldm(n[1], at + OFF_V + tile_place(16 + rb, 2 * ks + cb));
-    ldm(x, at + OFF_X + tile_place(ra, 2 * ks + ca));
-    mma(P[0], x, n[0][0], n[0][1]); mma(P[1], x, n[0][2], n[0][3]);
-    ldm(x, at + OFF_X + tile_place(16 + ra, 2 * ks + ca));
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      mma(P[2 + 2 * j], x, n[j][0], n[j][1]); mma(P[3 + 2 * j], x, n[j][2], n[j][3]);
-    }
+  sts128(at + OFF_E + lane * 16, E);
+  const Size q = size_of(largest_in(at + OFF_Q, lane), exponent(scale) + 1, ORDINARY);
+  const Size k = size_of(largest_in(at + OFF_K, lane), 0, ORDINARY), v = size_of(largest_in(at + OFF_V, lane), 0, ORDINARY);
+  const int o = min(max(size_of(largest_in(at + OFF_X, lane), 0, WIDEST).e, -WIDEST), WIDEST);
+  if (kind == HALVES && !(q.fits && k.fits && v.fits)) kind = WIDE;
+  const bool half = kind == HALVES;
+  if (lane == 0) {
+    const int fq = 4 - q.e, fk = 4 - k.e, fv = 3 - v.e, fo = 3 - o;
+    const float add = power(7 + o + q.e), own_by = half ? power(fo + fq) : 1.f, write = half ? power(fk + fv) : 1.f;
+    const float dv = half ? power(2 - fq - fk - fo) : 1.f, y = half ? power(-fk - fv - fo) : 1.f;
+    const float w = half ? power(-fq - fv - fo) : 1.f, dg = half ? power(-fq - fk - fv - fo) : 1.f;
+    const float n[8] = {__uint_as_float(kind), add, kept, own_by, write, dv, y, w};
+    sts128(numbers, n);
+    sts128(numbers + 16, n + 4);
+    sts32(numbers + 32, __float_as_uint(dg));
   }
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int i = m * 16 + e * 8 + (lane >> 2);
-#pragma unroll
-      for (int nt = 0; nt < 2 + 2 * m; nt++) {
-        const int j = nt * 8 + 2 * (lane & 3);
-        const float* y = &P[2 * m + nt][2 * e];
-        sts32(at + OFF_DP + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] : 0.f, j + 1 <= i ? y[1] : 0.f));
-      }
-    }
+  if (half) {
+    to_halves(at + OFF_V, power(3 - v.e), lane);
+    to_halves(at + OFF_X, power(3 - o), lane);
+    make_factors<true>(GL, false, scale * power(4 - q.e), power(4 - k.e), at + OFF_Q, at + OFF_K, at + OFF_G, ROW, true, lane);
+  } else {
+    make_factors<false>(GL, kind == HARD, scale, 1.f, at + OFF_Q, at + OFF_K, at + OFF_G, ROW, true, lane);
+  }
+  __syncwarp();
+  if (!own) return;
+  if (half) make_pairs<true>(at + OFF_X, at + OFF_V, 1.f, at + OFF_DP, lane);
+  else make_pairs<false>(at + OFF_X, at + OFF_V, 1.f, at + OFF_DP, lane);
 }
 
 // The chunks of `passes` over a span, n each, the last first. `first`: the first chunk whose gradients are wanted.
@@ -149,22 +128,11 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int m = (c / n + 1) * n - 1 - c;
     const bool own = c >= first;
-    load_chunk(b, x.begin + m * C, lim, x.chunk + m, h, own, at, lane);
+    const u32 numbers = base + NUMBERS + w * 64;
+    load_chunk(b, x.begin + m * C, lim, x.chunk + m, h, own, numbers, at, lane);
     cp_wait();
     __syncwarp();
-    float GL[4], E[4];
-    const bool hard = chunk_decay(GL, at + OFF_G, ROW, lane);
-    if (lane == 0) sts32(base + HARD + w * 4, hard);
-    if (c < n * (passes - 1)) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) left[j] += GL[j];
-      sts128(base + SUMS + w * 512 + lane * 16, left);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) E[j] = ex2(GL[j]);
-    sts128(at + OFF_E + lane * 16, E);
-    make_factors(GL, b.a.scale, at, lane);
-    if (own) pair_gradients(at, lane);
+    make_chunk(b.a.scale, own, c < n * (passes - 1) ? left : 0, base + SUMS + w * 512, numbers, at, lane);
     proxy_fence();
     __syncwarp();
     if (lane == 0) bar_arrive(full);
@@ -187,7 +155,7 @@ INLINE void fetch(const BackArgs& b, const Span& x, int h, int own, u32 base, in
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ------------------
 
 // sum_V S dS of 16 channels of K from chunk kc on: those of rows lane / 4 and 8 more
-INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
+template <bool FP16> INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2;
   float y[2][4] = {};
@@ -196,7 +164,7 @@ INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
     u32 p[4], q[4];
     ldm_trans(p, state + state_place(ks * 16 + rb, kc + cb));
     ldm_trans(q, adjoint + state_place(ks * 16 + rt, kc + ct));
-    mma(y[0], p, q[0], q[1]); mma(y[1], p, q[2], q[3]);
+    mma<FP16>(y[0], p, q[0], q[1]); mma<FP16>(y[1], p, q[2], q[3]);
   }
   const int from = (lane & ~3) | (r >> 1);
   const float a0 = __shfl_sync(~0u, y[0][0], from), a1 = __shfl_sync(~0u, y[0][1], from);
@@ -256,12 +224,30 @@ INLINE void hard_pairs(float (&A)[16], float (&B)[16], const Args& a, int t, int
   }
 }
 
-// The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S^T; Z: V dS^T.
-INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], const float (&trace)[2], bool hard, u32 at, int kc,
-                          int t, int end, int h, int lane) {
-  const Args& a = b.a;
+// What pairs of dP with qi and ki (at chunk kc of their channels) give: A to q's tokens, B to k's
+template <bool FP16>
+INLINE void add_pairs(float (&A)[16], float (&B)[16], const u32 (&q)[2][4], const u32 (&k)[2][4], u32 at, int lane) {
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2, tq = lane & 3;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int jb = 0; jb <= m; jb++) {
+      u32 p[4];
+      ldm(p, at + OFF_DP + pair_place(16 * m + rb, 2 * jb + cb));
+      mma<FP16>(A + 8 * m, k[jb], p[0], p[1]); mma<FP16>(A + 8 * m + 4, k[jb], p[2], p[3]);
+      ldm_trans(p, at + OFF_DP + pair_place(16 * m + rt, 2 * jb + ct));
+      mma<FP16>(B + 8 * jb, q[m], p[0], p[1]); mma<FP16>(B + 8 * jb + 4, q[m], p[2], p[3]);
+    }
+}
+
+// The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S'^T; Z: V dS'^T, of which `cy` and `cz` make what pairs
+// are by.
+template <bool FP16>
+INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], float cy, float cz, const float (&trace)[2], bool hard,
+                          u32 numbers, u32 at, int kc, int t, int end, int h, int lane) {
+  const Args& a = b.a;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, r = lane >> 2, tq = lane & 3;
   u32 q[2][4], k[2][4];
 #pragma unroll
   for (int m = 0; m < 2; m++) {
@@ -269,36 +255,25 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], con
     ldm_trans(k[m], at + OFF_K + tile_place(16 * m + rb, kc + cb));
   }
   float A[16] = {}, B[16] = {};
-  if (hard) {
-    hard_pairs(A, B, a, t, end, h, kc, at, lane);
-  } else {
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-      for (int jb = 0; jb <= m; jb++) {
-        u32 p[4];
-        ldm(p, at + OFF_DP + pair_place(16 * m + rb, 2 * jb + cb));
-        mma(A + 8 * m, k[jb], p[0], p[1]); mma(A + 8 * m + 4, k[jb], p[2], p[3]);
-        ldm_trans(p, at + OFF_DP + pair_place(16 * m + rt, 2 * jb + ct));
-        mma(B + 8 * jb, q[m], p[0], p[1]); mma(B + 8 * jb + 4, q[m], p[2], p[3]);
-      }
-  }
+  if (FP16 || !hard) add_pairs<FP16>(A, B, q, k, at, lane);
+  else hard_pairs(A, B, a, t, end, h, kc, at, lane);
+  const float by_y = lds(numbers + 24) * a.scale, by_w = lds(numbers + 28), by_g = lds(numbers + 32);
 #pragma unroll
   for (int e = 0; e < 2; e++) {  // rows r and r + 8
     const int channel = kc * 8 + r + 8 * e;
-    const float GL = lds(at + OFF_G + (C - 1) * ROW + channel * 4), inverse = hard ? 0.f : ex2(-GL);
+    const float GL = lds(at + OFF_G + (C - 1) * ROW + channel * 4), from = hard ? 0.f : 0.5f * GL, to = hard ? GL : 0.5f * GL;
     float dg[8], ended = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int nt = i >> 1, j = nt * 4 + 2 * e + (i & 1), token = nt * 8 + 2 * tq + (i & 1), f = 2 * (nt & 1) + e;
       const u32 qx = q[nt >> 1][f], kx = k[nt >> 1][f];
-      const float qg = i & 1 ? hi(qx) : lo(qx), kd = i & 1 ? hi(kx) : lo(kx);
+      const float qi = i & 1 ? hi<FP16>(qx) : lo<FP16>(qx), ki = i & 1 ? hi<FP16>(kx) : lo<FP16>(kx);
       const float G = lds(at + OFF_G + token * ROW + channel * 4);
-      const float y = fmaf(inverse, A[j], Y[j]), z = fmaf(inverse, B[j], Z[j]);
-      ended = fmaf(kd, Z[j], ended);
-      dg[i] = qg * y - kd * z;
-      Y[j] = fmaf(y, ex2(G) * a.scale, hard ? A[j] : 0.f);
-      Z[j] = fmaf(z, ex2(GL - G), hard ? B[j] : 0.f);
+      const float mine = Z[j] * cz, y = fmaf(Y[j], cy, hard ? 0.f : A[j]), z = mine + (hard ? 0.f : B[j]);
+      ended = fmaf(ki, mine, ended);
+      dg[i] = qi * y - ki * z;
+      Y[j] = fmaf(y, ex2(G - from) * by_y, hard ? A[j] : 0.f);
+      Z[j] = fmaf(z, ex2(to - G) * by_w, hard ? B[j] : 0.f);
       if (hard && t + token < end) {
         const u64 from = ((u64)(t + token) * a.HK + h / (a.H / a.HK)) * D + channel;
         dg[i] += bf16_of(a.q + from) * A[j] - bf16_of(a.k + from) * B[j];
@@ -306,15 +281,15 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], con
     }
     ended += __shfl_xor_sync(~0u, ended, 1);
     ended += __shfl_xor_sync(~0u, ended, 2);
-    ended = fmaf(lds(at + OFF_E + channel * 4), trace[e], ended);
+    ended = fmaf(hard ? ex2(GL) : cy * cz, trace[e], ended);
     sum_from_right(dg, tq);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int token = (i >> 1) * 8 + 2 * tq + (i & 1);
-      dg[i] += ended;
+      dg[i] = (dg[i] + ended) * by_g;
 #if GATE_BF16
       A[(i >> 1) * 4 + 2 * e + (i & 1)] = dg[i];
 #else
+      const int token = (i >> 1) * 8 + 2 * tq + (i & 1);
       if (t + token < end) ((float*)b.dg)[((u64)(t + token) * a.H + h) * D + channel] = dg[i];
 #endif
     }
@@ -355,95 +330,115 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], con
   }
 }
 
+// A chunk on its way: its slot, what its maker said of it, its first token, the span's end, and whether its gradients are wanted.
+struct Chunk { u32 at, numbers; int t, end; bool own, hard; };
+
+// dS over a chunk; `by`: what dS is multiplied by over what the chunk's own part of it is. `turn`: which of
+// the span's own.
+template <bool FP16>
+INLINE void step(float (&S)[16][4], const BackArgs& b, const Chunk& x, float by, int turn, int h, u32 base, int w, int lane) {
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
+  const int tile_row = w * 16 + rt, kc = (w >> 2) * 8 + (w & 3) * 2;
+  const u32 adjoint = base + ADJOINT, state = base + STATE, bar_s = base + BARS_S, at = x.at;
+  const float cz = FP16 ? inverse(by) : 1.f;
+  u32 dout[2][4], dv[2][4];
+#pragma unroll
+  for (int m = 0; m < 2; m++) ldm_trans(dout[m], at + OFF_X + tile_place(16 * m + rb, w * 2 + cb));
+  if (x.own) {
+    float X[16], L[16] = {};
+    {
+      u32 f[8][4];
+      as_operand<FP16>(f, S);
+      wg_fence();
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++)
+        wgmma32<FP16>(X, f[ks], descriptor(at + OFF_K + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
+      wg_commit();
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + ct));
+    }
+    u32 p[4];
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int jp = 0; jp <= m; jp++) {
+        ldm_trans(p, at + OFF_P + pair_place(16 * m + rt, 2 * jp + ct));
+        mma<FP16>(L + 8 * jp, dout[m], p[0], p[1]); mma<FP16>(L + 8 * jp + 4, dout[m], p[2], p[3]);
+      }
+    wg_wait(X);
+    const float by_dv = lds(x.numbers + 20), cx = FP16 ? 0.25f * cz : 1.f;
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      dv[j >> 2][j & 3] = pack(fmaf(X[2 * j], cx, L[2 * j]) * by_dv, fmaf(X[2 * j + 1], cx, L[2 * j + 1]) * by_dv);
+    proxy_fence();
+    between_warps();  // dS of all warps is there
+    bar_wait(bar_s, turn & 1);
+  }
+  if (!FP16 && x.hard) decay_to_end(S, at + OFF_G + (C - 1) * ROW, lane);
+  if (FP16) { times(dout[0], by); times(dout[1], by); }
+  float Y[16], Z[16];
+  wg_fence();
+  wgmma128<FP16>(S, dout[0], descriptor(at + OFF_Q, HALF, 1024));
+  wgmma128<FP16>(S, dout[1], descriptor(at + OFF_Q + 2048, HALF, 1024));
+  wg_commit();
+  if (!x.own) {
+    wg_wait(S);
+    return;
+  }
+  const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
+  wg_fence();
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+    wgmma32<FP16>(Y, sd + ks * 128, descriptor(at + OFF_X + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+    wgmma32<FP16>(Z, ad + ks * 128, descriptor(at + OFF_V + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
+  wg_commit();
+  float trace[2];
+  traces<FP16>(trace, state, adjoint, kc, lane);
+  wg_wait(S);
+  wg_settled(Y);
+  wg_settled(Z);
+  between_warps();  // nobody reads tiles of all channels any more
+  if (lane == 0) bar_arrive(bar_s + 8);
+#pragma unroll
+  for (int m = 0; m < 2; m++) stm_trans(dv[m], at + OFF_V + tile_place(16 * m + rb, w * 2 + cb));
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    const int row = 16 * m + (lane >> 1), j = w * 2 + (lane & 1);
+    u32 z[4];
+    lds128(z, at + OFF_V + tile_place(row, j));
+    if (x.t + row < x.end) stg128(b.dv + ((u64)(x.t + row) * b.a.H + h) * D + j * 8, z);
+  }
+  const float cy = FP16 ? lds(x.numbers + 16) * inverse(lds(x.numbers + 48)) : 1.f;
+  key_gradients<FP16>(b, Y, Z, cy, cz, trace, !FP16 && x.hard, x.numbers, at, kc, x.t, x.end, h, lane);
+}
+
 // Over chunks c0 to `stop` (not included) of those under way, the last of which begins at token `begin`; those before `first`
 // only bring dS.
 INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end, int c0, int stop, int first, u32 base, int w,
                  int lane) {
-  const Args& a = b.a;
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
-  const int tile_row = w * 16 + rt, kc = (w >> 2) * 8 + (w & 3) * 2;
-  const u32 adjoint = base + ADJOINT, state = base + STATE, bar_s = base + BARS_S;
+  Unit unit = {1.f, largest_of(S, base + LARGEST, w, lane)};
   for (int c = c0; c < stop; c++) {
-    const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
-    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 16;
-    const bool own = uniform(c >= first);
+    const int slot = c % SLOTS;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 16, numbers = base + NUMBERS + slot * 64;
     bar_wait(bars, (c / SLOTS) & 1);
-    u32 dout[2][4], dv[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; m++) ldm_trans(dout[m], at + OFF_X + tile_place(16 * m + rb, w * 2 + cb));
-    if (own) {
-      float X[16], L[16] = {};
-      {
-        u32 f[8][4];
-#pragma unroll
-        for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-          for (int j = 0; j < 4; j++) f[ks][j] = pack(S[2 * ks + (j >> 1)][2 * (j & 1)], S[2 * ks + (j >> 1)][2 * (j & 1) + 1]);
-        wg_fence();
-#pragma unroll
-        for (int ks = 0; ks < 8; ks++)
-          wgmma32(X, f[ks], descriptor(at + OFF_K + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
-        wg_commit();
-#pragma unroll
-        for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + ct));
-      }
-      u32 p[4];
-#pragma unroll
-      for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int jp = 0; jp <= m; jp++) {
-          ldm_trans(p, at + OFF_P + pair_place(16 * m + rt, 2 * jp + ct));
-          mma(L + 8 * jp, dout[m], p[0], p[1]); mma(L + 8 * jp + 4, dout[m], p[2], p[3]);
-        }
-      wg_wait(X);
-#pragma unroll
-      for (int j = 0; j < 8; j++) dv[j >> 2][j & 3] = pack(X[2 * j] + L[2 * j], X[2 * j + 1] + L[2 * j + 1]);
-      proxy_fence();
-      between_warps();  // dS of all warps is there
-      bar_wait(bar_s, i & 1);
-    }
+    u32 said[4];
+    lds128(said, numbers);
+    const int kind = uniform(said[0]);
+    const bool half = kind == HALVES, hard = kind == HARD;
+    const float change = unit.next(half, __uint_as_float(said[1]), __uint_as_float(said[2]));
+    decay_by(S, at + OFF_E, change, lane);
+    const Chunk x = {at, numbers, begin + (stop - 1 - c) * C, end, (bool)uniform(c >= first), hard};
+    if (half) step<true>(S, b, x, unit.by * inverse(__uint_as_float(said[3])), c - first, h, base, w, lane);
+    else step<false>(S, b, x, 1.f, c - first, h, base, w, lane);
     decay(S, at + OFF_E, lane);
-    float Y[16], Z[16];
-    wg_fence();
-    wgmma128(S, dout[0], descriptor(at + OFF_Q, HALF, 1024));
-    wgmma128(S, dout[1], descriptor(at + OFF_Q + 2048, HALF, 1024));
-    wg_commit();
-    if (own) {
-      const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
-      wg_fence();
-#pragma unroll
-      for (int ks = 0; ks < 8; ks++)
-        wgmma32(Y, sd + ks * 128, descriptor(at + OFF_X + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
-#pragma unroll
-      for (int ks = 0; ks < 8; ks++)
-        wgmma32(Z, ad + ks * 128, descriptor(at + OFF_V + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
-      wg_commit();
-      float trace[2];
-      traces(trace, state, adjoint, kc, lane);
-      wg_wait(S);
-      wg_settled(Y);
-      wg_settled(Z);
-      const bool hard = uniform(lds32(base + HARD + slot * 4));
-      between_warps();  // nobody reads tiles of all channels any more
-      if (lane == 0) bar_arrive(bar_s + 8);
-#pragma unroll
-      for (int m = 0; m < 2; m++) stm_trans(dv[m], at + OFF_V + tile_place(16 * m + rb, w * 2 + cb));
-      __syncwarp();
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        const int row = 16 * m + (lane >> 1), j = w * 2 + (lane & 1);
-        u32 z[4];
-        lds128(z, at + OFF_V + tile_place(row, j));
-        if (t + row < end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, z);
-      }
-      key_gradients(b, Y, Z, trace, hard, at, kc, t, end, h, lane);
-    } else {
-      wg_wait(S);
-    }
     __syncwarp();
     if (lane == 0) bar_arrive(bars + 8);
   }
+  multiply(S, inverse(unit.by));
 }
 
 INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, bool known, bool waits, int passes, u32 base,

@@ -5,12 +5,13 @@
 //
 // Chunks of 32 tokens, K = V = 128. With G the running sum of g in a chunk and GL its last,
 //
-//   qg = scale q e^G,  qi = scale q e^(G - GL),  kd = k e^(GL - G),  P = tril(qi kd^T)
-//   o = qg S + P V,   S <- e^GL S + kd^T V
+//   M = GL / 2,   qi = scale q e^(G - M),   ki = k e^(M - G),   P = tril(qi ki^T)
+//   o = qi (e^M S) + P V,   S <- e^M (e^M S + ki^T V)
 //
 // A program works through a span of one head: four warps make the factors, a chunk each, and eight carry the state
-// transposed, [V, K], as accumulators. Where qi would not fit (GL below log2's HARDEST) pairs are made one by one, with
-// factors of at most 1, so that every gate that is at most 0 is exact.
+// transposed, [V, K], as accumulators. Products are in fp16 where gates are gentle (see half.cuh), else in bf16. Where qi might
+// not fit (GL below log2's HARDEST) it is scale q e^G, ki is k e^(GL - G), and pairs are made one by one, with factors of at
+// most 1, so that every gate that is at most 0 is exact.
 //
 // A span that is not a piece's first starts up to 24 chunks early from zero where what entered there is forgotten in every
 // channel when the span begins. Where it is not, the span finds what its tokens leave of no state, waits for the state that
@@ -19,7 +20,7 @@
 
 #define MAKERS 4 // warps that make factors
 
-// A slot: q, k, then qg, kd; v, then o; P; e^GL; g, then qi in its place
+// A slot: q, k, then qi, ki; v, then o; P; e^M (of a hard chunk 1); g
 #define OFF_Q 0
 #define OFF_K 8192
 #define OFF_V 16384
@@ -38,7 +39,10 @@
 #define STAGE (SLOTS * SLOT)             // with KEEP: the state on its way out, 4 KB a warp that carries it
 #define SUMS (STAGE + KEEP * 32768)      // of each maker: log2 of what its chunks leave of each channel, of a span that waits
 #define BARS (SUMS + MAKERS * 512)       // of each slot: full, empty
-#define SAID (BARS + SLOTS * 16)         // the ticket, what `choose` takes again, an unused word, one of `leave`; masks
+#define NUMBERS (BARS + SLOTS * 16)      // of each slot: kind, what it adds to a state at most, what it leaves, fk fv, 4 / (fq fk fv)
+#define ENDS (NUMBERS + SLOTS * 32)      // of each slot that is hard: GL by log2
+#define LARGEST (ENDS + SLOTS * 512)     // see `largest_of`
+#define SAID (LARGEST + 32)              // the ticket, what `choose` takes again, an unused word, one of `leave`; masks
 
 // -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
 
@@ -60,76 +64,6 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
     q += 2 * sk; v += 2 * sv;
   }
   load_gates(a, t, end, h, at + OFF_G, ROW, lane);
-}
-
-// qg and kd over q and k, qi over g. E: e^GL.
-INLINE void make_factors(const float (&GL)[4], const float (&E)[4], bool hard, float scale, u32 at, int lane) {
-  const int chunk = lane >> 1;
-  const u32 half = (lane & 1) * 8;
-  float G[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
-  for (int i0 = 0; i0 < C; i0 += GROUP) {  // qi takes no place of g that a later group reads
-    float g[GROUP][4];
-    u32 q[GROUP][2], k[GROUP][2];
-#pragma unroll
-    for (int l = 0; l < GROUP; l++) {
-      gates(g[l], at + OFF_G + (i0 + l) * ROW, lane);
-      lds64(q[l], at + OFF_Q + tile_place(i0 + l, chunk) + half);
-      lds64(k[l], at + OFF_K + tile_place(i0 + l, chunk) + half);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int l = 0; l < GROUP; l++) {
-      const int i = i0 + l;
-      float up[4], over[4], to_end[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        G[j] = fmaf(g[l][j], LOG2E, G[j]);
-        to_end[j] = ex2(GL[j] - G[j]);
-        over[j] = hard ? 0.f : ex2(G[j] - GL[j]);
-        up[j] = hard ? ex2(G[j]) : E[j] * over[j];
-      }
-      const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale;
-      const float q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
-      const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
-      const u32 place = tile_place(i, chunk) + half;
-      sts64(at + OFF_Q + place, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
-      sts64(at + OFF_K + place, pack(k0 * to_end[0], k1 * to_end[1]), pack(k2 * to_end[2], k3 * to_end[3]));
-      sts64(at + OFF_G + i * 256 + swz(i, chunk) + half, pack(q0 * over[0], q1 * over[1]), pack(q2 * over[2], q3 * over[3]));
-    }
-  }
-}
-
-// P from qi and kd
-INLINE void make_pairs(u32 at, int lane) {
-  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  float P[6][4] = {};  // tiles of 8 columns: two of rows 0 to 15, four of rows 16 to 31
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    u32 x[4], n[2][4];
-    ldm(n[0], at + OFF_K + tile_place(rb, 2 * ks + cb));
-    ldm(n[1], at + OFF_K + tile_place(16 + rb, 2 * ks + cb));
-    ldm(x, at + OFF_G + ra * 256 + swz(ra, 2 * ks + ca));
-    mma(P[0], x, n[0][0], n[0][1]); mma(P[1], x, n[0][2], n[0][3]);
-    ldm(x, at + OFF_G + (16 + ra) * 256 + swz(ra, 2 * ks + ca));
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      mma(P[2 + 2 * j], x, n[j][0], n[j][1]); mma(P[3 + 2 * j], x, n[j][2], n[j][3]);
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int i = m * 16 + e * 8 + (lane >> 2);
-#pragma unroll
-      for (int nt = 0; nt < 2 + 2 * m; nt++) {
-        const int j = nt * 8 + 2 * (lane & 3);
-        const float* y = &P[2 * m + nt][2 * e];
-        sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] : 0.f, j + 1 <= i ? y[1] : 0.f));
-      }
-    }
 }
 
 // P from q, k and g, one pair after another
@@ -161,6 +95,39 @@ INLINE void make_hard_pairs(float scale, u32 at, int lane) {
   __syncwarp();
 }
 
+// What the state needs of a chunk, and with `pairs` P. `left`: log2 of what chunks leave is added there, and left at `sums`.
+INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbers, u32 ends, u32 at, int lane) {
+  float GL[4], E[4], kept;
+  Kind kind = kind_of(GL, E, kept, at + OFF_G, ROW, lane);
+  if (left) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) left[j] += GL[j];
+    sts128(sums + lane * 16, left);
+  }
+  sts128(at + OFF_E + lane * 16, E);
+  const Size q = size_of(largest_in(at + OFF_Q, lane), exponent(scale) + 1, ORDINARY);
+  const Size k = size_of(largest_in(at + OFF_K, lane), 0, ORDINARY), v = size_of(largest_in(at + OFF_V, lane), 0, ORDINARY);
+  if (kind == HALVES && !(q.fits && k.fits && v.fits)) kind = WIDE;
+  const bool half = kind == HALVES;
+  if (lane == 0) {
+    const float n[4] = {__uint_as_float(kind), power(7 + k.e + v.e), kept, half ? power(7 - k.e - v.e) : 1.f};
+    sts128(numbers, n);
+    sts32(numbers + 16, __float_as_uint(half ? power(q.e + k.e + v.e - 9) : 1.f));
+  }
+  if (kind == HARD) sts128(ends + lane * 16, GL);
+  if (kind == HARD && pairs) make_hard_pairs(scale, at, lane);
+  if (half) {
+    to_halves(at + OFF_V, power(3 - v.e), lane);
+    make_factors<true>(GL, false, scale * power(4 - q.e), power(4 - k.e), at + OFF_Q, at + OFF_K, at + OFF_G, ROW, false, lane);
+  } else {
+    make_factors<false>(GL, kind == HARD, scale, 1.f, at + OFF_Q, at + OFF_K, at + OFF_G, ROW, false, lane);
+  }
+  __syncwarp();
+  if (!pairs || kind == HARD) return;
+  if (half) make_pairs<true>(at + OFF_Q, at + OFF_K, 0.25f, at + OFF_P, lane);
+  else make_pairs<false>(at + OFF_Q, at + OFF_K, 1.f, at + OFF_P, lane);
+}
+
 // The chunks of `passes` over a span, n each; of two passes the first is without outputs.
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const int total = n * passes, last = total - n;  // the first chunk of the last pass
@@ -177,25 +144,13 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     __syncwarp();
     const bool more = c + MAKERS < total, now = more && uniform(is_empty(c + MAKERS));
     if (now) ask(c + MAKERS);
-    float GL[4], E[4];
-    const bool hard = chunk_decay(GL, at + OFF_G, ROW, lane);
-    if (c < last) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) left[j] += GL[j];
-      sts128(base + SUMS + w * 512 + lane * 16, left);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) E[j] = ex2(GL[j]);
-    if (hard && c >= last) make_hard_pairs(a.scale, at, lane);
-    sts128(at + OFF_E + lane * 16, E);
-    make_factors(GL, E, hard, a.scale, at, lane);
-    __syncwarp();
-    if (!hard && c >= last) make_pairs(at, lane);
+    make_chunk(a.scale, c >= last, c < last ? left : 0, base + SUMS + w * 512, base + NUMBERS + c % SLOTS * 32, base + ENDS + c % SLOTS * 512,
+               at, lane);
 #if KEEP
     const int own = t0 + (c - last) * C - x.begin;
     if (c >= last && own >= 0) {
       __syncwarp();
-      char* const to = (char*)(a.kept_P + kept_at(a, x.chunk + own / C, h) * (C * C));
+      char* const to = (char*)a.kept_P + kept_at(a, x.chunk + own / C, h) * PAIRS;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 z[4];
@@ -231,77 +186,112 @@ INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lan
 }
 #endif
 
+// O, what the state gives a chunk by rows of V, and what its pairs give, to memory, times `by`
+template <bool FP16> INLINE void finish(float (&O)[16], const Args& a, u32 at, float by, int t, int end, int h, int w, int lane) {
+  asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  u32 p[4], v[2][4];
+#pragma unroll
+  for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
+  ldm(p, at + OFF_P + pair_place(rb, cb));
+  mma<FP16>(O, v[0], p[0], p[1]); mma<FP16>(O + 4, v[0], p[2], p[3]);
+  ldm(p, at + OFF_P + pair_place(16 + rb, cb));
+  mma<FP16>(O + 8, v[0], p[0], p[1]); mma<FP16>(O + 12, v[0], p[2], p[3]);
+  ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
+  mma<FP16>(O + 8, v[1], p[0], p[1]); mma<FP16>(O + 12, v[1], p[2], p[3]);
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    u32 f[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * by, O[8 * m + 2 * i + 1] * by);
+    stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
+  }
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
+    u32 z[4];
+    lds128(z, at + OFF_V + row * 256 + swz(row, to));
+    if (t + row < end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + to * 8, z);
+  }
+}
+
+// Ask for what the state S gives a chunk's tokens (RO), and for its next value with v times `by`, at most 1. `kept`: where it is kept, or null
+template <bool FP16>
+INLINE void ask_products(float (&S)[16][4], float (&RO)[16], float by, bool hard, u32 ends, u32 at, char* kept, u32 stage, int w, int lane) {
+  asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  u32 f[8][4], v[2][4];
+  as_operand<FP16>(f, S);
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
+    if (FP16) times(v[m], by);
+  }
+  if (!FP16 && hard) decay_to_end(S, ends, lane);
+  wg_fence();
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+    wgmma32<FP16>(RO, f[ks], descriptor(at + OFF_Q + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
+  wgmma128<FP16>(S, v[0], descriptor(at + OFF_K, HALF, 1024));
+  wgmma128<FP16>(S, v[1], descriptor(at + OFF_K + 2048, HALF, 1024));
+  wg_commit();
+#if KEEP
+  if (kept) keep_state(f, kept, stage, w, lane);
+#endif
+}
+
 // The state over n chunks from token t0 on, the first of which is the c0-th of those under way; outputs from `begin` on,
 // which has chunk number `chunk`. A chunk's output is finished while the products of the next are made.
 INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int chunk, int c0, int n, u32 base,
                  int w, int lane) {
   const u32 bars = base + BARS;
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
+  Unit unit = {1.f, largest_of(S, base + LARGEST, w, lane)};
   float O[16];   // of the chunk before, without its pairs
-  u32 u[2][4];   // its v
-  auto finish = [&](int c) {
-    const u32 at = base + c % SLOTS * SLOT;
+  auto finish_before = [&](int c) {
+    const u32 at = base + c % SLOTS * SLOT, numbers = base + NUMBERS + c % SLOTS * 32;
     const int t = t0 + (c - c0) * C;
     if (t >= begin && a.o) {
-      u32 p[4];
-      ldm(p, at + OFF_P + pair_place(rb, cb));
-      mma(O, u[0], p[0], p[1]); mma(O + 4, u[0], p[2], p[3]);
-      ldm(p, at + OFF_P + pair_place(16 + rb, cb));
-      mma(O + 8, u[0], p[0], p[1]); mma(O + 12, u[0], p[2], p[3]);
-      ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
-      mma(O + 8, u[1], p[0], p[1]); mma(O + 12, u[1], p[2], p[3]);
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        u32 f[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i], O[8 * m + 2 * i + 1]);
-        stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
-      }
-      __syncwarp();
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
-        u32 z[4];
-        lds128(z, at + OFF_V + row * 256 + swz(row, to));
-        if (t + row < end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + to * 8, z);
-      }
+      const float by = lds(numbers + 16);
+      if (uniform(lds32(numbers)) == HALVES) finish<true>(O, a, at, by, t, end, h, w, lane);
+      else finish<false>(O, a, at, by, t, end, h, w, lane);
     }
     __syncwarp();
     if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
   };
   for (int c = c0; c < c0 + n; c++) {
-    const int slot = c % SLOTS, t = t0 + (c - c0) * C;
-    const u32 at = base + slot * SLOT;
+    const int slot = c % SLOTS;
+    const u32 at = base + slot * SLOT, numbers = base + NUMBERS + slot * 32;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
+    u32 said[4];
+    lds128(said, numbers);
+    const int kind = uniform(said[0]);
+    const bool half = kind == HALVES, hard = kind == HARD;
+    const float change = unit.next(half, __uint_as_float(said[1]), __uint_as_float(said[2]));
+    const float by = half ? unit.by * inverse(__uint_as_float(said[3])) : 1.f;
+    decay_by(S, at + OFF_E, change, lane);
     float RO[16];
-    u32 f[8][4], v[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
-#pragma unroll
-    for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) f[ks][i] = pack(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
-    decay(S, at + OFF_E, lane);
-    wg_fence();
-#pragma unroll
-    for (int ks = 0; ks < 8; ks++)
-      wgmma32(RO, f[ks], descriptor(at + OFF_Q + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
-    wgmma128(S, v[0], descriptor(at + OFF_K, HALF, 1024));
-    wgmma128(S, v[1], descriptor(at + OFF_K + 2048, HALF, 1024));
-    wg_commit();
+    char* kept = 0;
 #if KEEP
-    if (t >= begin)
-      keep_state(f, (char*)(a.kept_S + kept_at(a, chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 4096, w, lane);
+    const int t = t0 + (c - c0) * C;
+    if (t >= begin) {
+      const u64 place = kept_at(a, chunk + (t - begin) / C, h);
+      kept = (char*)(a.kept_S + place * (D * D));
+      if (w == 0 && lane == 0) *(float*)((char*)a.kept_P + place * PAIRS + 2 * C * C) = unit.by;
+    }
 #endif
-    if (c > c0) finish(c - 1);
+    if (half) ask_products<true>(S, RO, by, false, 0, at, kept, base + STAGE + w * 4096, w, lane);
+    else ask_products<false>(S, RO, by, hard, base + ENDS + slot * 512, at, kept, base + STAGE + w * 4096, w, lane);
+    if (c > c0) finish_before(c - 1);
     wg_wait(S);
     wg_settled(RO);
+    const float share = half ? 0.25f * inverse(by) : 1.f;
 #pragma unroll
-    for (int i = 0; i < 16; i++) O[i] = RO[i];
-#pragma unroll
-    for (int i = 0; i < 8; i++) u[i >> 2][i & 3] = v[i >> 2][i & 3];
+    for (int i = 0; i < 16; i++) O[i] = RO[i] * share;
+    decay(S, at + OFF_E, lane);
   }
-  if (n) finish(c0 + n - 1);
+  if (n) finish_before(c0 + n - 1);
+  multiply(S, inverse(unit.by));
 }
 
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,

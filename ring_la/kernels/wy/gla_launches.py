@@ -25,13 +25,15 @@ from ring_la.kernels.wy.gdn_launches import CHUNK, GDNCall
 from ring_la.kernels.wy.kda_launches import HEAD, by_row
 
 ARGUMENTS = "13Q9if"
+PAIRS = CHUNK * CHUNK + 8
+"""Numbers of 16 bits of a chunk's pairs, and behind them what its state is multiplied by."""
 SLOTS = {True: (6, 35840), False: (5, 44032)}
 """By whether gates are bf16: chunks under way in a forward that keeps nothing, and the bytes of one."""
-BACKWARD_SHARED = 3 * 54272 + 2 * 32768 + 3 * 512 + 3 * 16 + 16 + 16 + 32 + 1024
+BACKWARD_SHARED = 3 * (54272 + 512 + 16 + 64) + 2 * 32768 + 16 + 32 + 32 + 1024
 
 
 class KeptPairs(NamedTuple):
-    """What a backward wants of chunks: the states before them and their pairs."""
+    """What a backward wants of chunks: the states before them and their pairs, in fp16 or bf16 (their bits)."""
 
     states: Tensor
     pairs: Tensor
@@ -56,7 +58,7 @@ def _define(call: GDNCall) -> str:
 @functools.cache
 def forward_kernel(keep: bool, gate: str) -> CudaKernel:
     slots, size = SLOTS[gate == "GATE_BF16=1"]
-    shared = (slots - keep) * (size + 16) + keep * 32768 + 4 * 512 + 32 + 1024
+    shared = (slots - keep) * (size + 16 + 32 + 512) + keep * 32768 + 4 * 512 + 32 + 32 + 1024
     file = Path(__file__).parent / "gla_forward.cu"
     return CudaKernel(file, "gla_forward", ARGUMENTS, 384, shared, (f"KEEP={int(keep)}", gate))
 
@@ -69,7 +71,7 @@ def backward_kernel(gate: str) -> CudaKernel:
 
 def group(chunks: int, heads: int) -> int:
     """Heads at a time whose chunks' states are held: groups of about one size."""
-    most = max(1, gdn_launches.KEPT // (chunks * 2 * (HEAD * HEAD + CHUNK * CHUNK)))
+    most = max(1, gdn_launches.KEPT // (chunks * 2 * (HEAD * HEAD + PAIRS)))
     return cdiv(heads, math.ceil(heads / most))
 
 
@@ -82,7 +84,7 @@ def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
 def _kept(call: GDNCall, heads: int) -> KeptPairs:
     """Room for what a backward wants of chunks."""
     shape, bf16 = (call.chunks, heads), torch.bfloat16
-    return KeptPairs(call.new(*shape, HEAD, HEAD, dtype=bf16), call.new(*shape, CHUNK, CHUNK, dtype=bf16))
+    return KeptPairs(call.new(*shape, HEAD, HEAD, dtype=bf16), call.new(*shape, PAIRS, dtype=bf16))
 
 
 def _launch(

@@ -107,6 +107,8 @@ def unsupported(inputs: Inputs, packed: bool) -> str:
     v = inputs.v
     if v.dtype != torch.bfloat16 or inputs.q.shape[-1] != HEAD or v.shape[-1] != HEAD:
         return f"dtype {v.dtype}, head sizes {inputs.q.shape[-1]} and {v.shape[-1]}: the kernels take bf16 and {HEAD}"
+    if inputs.q.dtype != v.dtype:
+        return f"queries of {inputs.q.dtype} beside values of {v.dtype}"
     if packed and v.shape[0] > 1:
         return "packed pieces in several batch rows"
     if v.shape[0] * v.shape[1] == 0 or v.shape[0] * v.shape[1] >= 2**31:

@@ -35,7 +35,7 @@ def weigh_kernel(
     eg = tl.exp2(g)
     put(
         head(qr_, b, start, h, T, H, H, K),
-        tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K) * eg,
+        tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K).to(kw.dtype.element_ty) * eg,
         t,
         n,
         d,

@@ -28,6 +28,8 @@ from .desk import AskedPrompt, Desk, Unread
 
 PEEK = 0.25
 """Seconds between two looks whether who waits is still there."""
+SILENT = 60.0
+"""Seconds without a word after which a connection is closed that has asked for nothing, or for half of it."""
 TOKEN = 8
 """Bytes of a token."""
 
@@ -60,6 +62,7 @@ class Door(socketserver.ThreadingMixIn, socketserver.BaseServer):
 
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, _ = self.socket.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return connection, ("reader", 0)  # a Unix socket's peer has no address
 
     def __enter__(self) -> Door:
@@ -75,6 +78,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection. What it has asked for is held until it ends."""
 
     protocol_version = "HTTP/1.1"
+    timeout = SILENT
     server: Door  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle(self) -> None:
@@ -106,6 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(503, {"error": str(error)})
         else:
             self._held.append(asked)
+            self.connection.settimeout(None)  # from here on it may take its time
             if self._wait(asked):
                 said = {"error": asked.error} if asked.error else {"parcels": asked.parcels}
                 self._answer(503 if asked.error else 200, said)

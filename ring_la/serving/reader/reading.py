@@ -27,8 +27,8 @@ from ...integrations.transformers.mixers.latents import in_pairs, latent_layers
 from ...integrations.vllm.hosts import Registered
 from ...integrations.vllm.memory import Shared
 from ...integrations.vllm.parcels import planned, runs
+from ..model import FATAL
 from ..ranks import PAUSE, Ranks, What, Word
-from ..states import FATAL
 from .desk import AskedPrompt, Desk
 
 if TYPE_CHECKING:

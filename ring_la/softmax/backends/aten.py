@@ -16,8 +16,6 @@ from .varlen import HALVES, VarlenBackend, Window, enough_rows
 aten = torch.ops.aten
 LATENT = 192, 128
 """K and V of the other heads that cuDNN has on Hopper: DeepSeek's keys and values, made of latents."""
-LATENT_TAKEN = False
-"""Whether calls take it for those where they name nothing: `python -m benchmarks.chosen --cases expanded` decides."""
 WIDE = torch.__version__ >= "2.11"
 """Whether this PyTorch's cuDNN has heads of 256 channels on Hopper: 2.11's passes our checks, forward and backward."""
 
@@ -97,8 +95,8 @@ class CuDNN(TileBackend):
         """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding. Of heads wider
         than 128 those of 256 channels alone were compared with fp64."""
         hopper = torch.cuda.get_device_capability(ask.device) >= (9, 0)
-        width = LATENT_TAKEN if ask.width != ask.value_width else ask.width <= 128 or ask.width == 256
-        return hopper and not ask.packed and enough_rows(ask) and width
+        compared = ask.width != ask.value_width or ask.width <= 128 or ask.width == 256
+        return hopper and not ask.packed and enough_rows(ask) and compared
 
     def takes_widths(self, ask: Ask) -> bool:
         hopper = torch.cuda.get_device_capability(ask.device) == (9, 0)

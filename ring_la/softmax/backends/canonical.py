@@ -101,6 +101,15 @@ class Canonical(AttentionBackend):
                 own.take(delta[b], product.sum(-1).transpose(1, 2).contiguous(), 2)
         return delta if dlse is None else delta - dlse.to(delta.dtype)
 
+    def sink_rows(self, sinks: Tensor, lse: Tensor, delta: Tensor, rows: Tokens) -> Tensor:
+        """What each row ``[B, H, T]`` gives to minus the gradient of the sinks ``[H]``, block by block."""
+        out = torch.zeros_like(delta)
+        for own in fixed_blocks(rows, CANONICAL_CHUNK):
+            for b in (slice(i, i + 1) for i in range(len(lse))):
+                weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - own.fill(lse[b], 2, torch.inf))
+                own.take(out[b], weight * own.fill(delta[b], 2), 2)
+        return out
+
 
 def _batch_rows(count: int, scores: Scores) -> Iterator[tuple[slice, Scores]]:
     """Each batch row by itself; together where scores tell them apart."""

@@ -16,7 +16,7 @@ import diffusers
 
 import ring_la
 from ring_la.errors import RingLAError
-from ring_la.integrations.diffusers import AttentionPlan, BlockPlan, ModelPlan, TokenRows, parallelize
+from ring_la.integrations.diffusers import AttentionPlan, BlockPlan, ModelPlan, TokenRows, parallelize, restore
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
@@ -127,6 +127,59 @@ def check_skipped(rank: int) -> list[float]:
 def test_skipped_layers(ranks):
     """SD3's guidance by skipped layers (the first one too, where tokens were split)."""
     assert all(e < 1e-9 for errors in ranks.run(3, check_skipped) for e in errors)
+
+
+def check_adapters(rank: int) -> list[str]:
+    """LoRA's layers that come and go after parallelize, in place of layers that are hooked."""
+    from peft import LoraConfig
+
+    model, inputs = make("fibo")
+    plain, bad = model(**inputs).sample, []
+    names = ["proj_out", "context_embedder", "caption_projection.0.linear", "to_q"]
+
+    def adapted() -> torch.Tensor:
+        model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=names))
+        torch.manual_seed(1)
+        for name, parameter in model.double().named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model(**inputs).sample
+
+    want = adapted()
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+    for step, expected in (("gone", plain), ("back", want), ("gone again", plain)):
+        model.unload_lora() if step != "back" else adapted()
+        e = error(model(**inputs).sample, expected)
+        bad += [] if e < 1e-9 else [f"{step}: {e:.1e}"]
+    restore(model)
+    e = error(model(**inputs).sample, plain)
+    return bad + ([] if e < 1e-9 else [f"restored: {e:.1e}"])
+
+
+def test_adapters_that_come_and_go(ranks):
+    assert ranks.run(2, check_adapters) == [[], []]
+
+
+def check_offloaded(rank: int) -> list[str]:
+    """Accelerate's offloading of a whole model, and of its layers one by one."""
+    from accelerate import cpu_offload, cpu_offload_with_hook
+
+    cp = ring_la.ContextParallel(group(2), scan="ring", timeout=60)
+    model, inputs = make("flux")
+    want = model(**inputs).sample
+    parallelize(model, cp)
+    cpu_offload_with_hook(model, "cpu")
+    bad = [] if error(model(**inputs).sample, want) < 1e-9 else ["whole"]
+    layers = make("flux")[0]
+    parallelize(layers, cp)
+    cpu_offload(layers, torch.device("cpu"))
+    message = told(lambda: layers(**inputs))
+    words = "expected weights that stay on a device", "offloading of time_text_embed"
+    return bad + ([] if all(word in message for word in words) else [message])
+
+
+def test_offloading(ranks):
+    assert ranks.run(2, check_offloaded) == [[], []]
 
 
 # -- a plan of one's own -----------------------------------------------------------------------------------

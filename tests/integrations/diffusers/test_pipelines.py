@@ -5,6 +5,7 @@ The pipelines are stand-ins that ask as Diffusers' do, of which tests.integratio
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -37,12 +38,12 @@ from .models import make
 
 
 class Pipeline:
-    """Denoises, with guidance by rows of one call or by two calls, and decodes. The one by rows begins with a picture,
-    of which it keeps a part (inpainting), and lets a callback change the latents in place."""
+    """Denoises, with guidance by rows of one call or by two calls (in so many steps), and decodes. The one by rows
+    begins with a picture, of which it keeps a part (inpainting), and lets a callback change the latents in place."""
 
     def __init__(self, rows: bool) -> None:
         torch.manual_seed(0)
-        self.rows, self.guided, self.asked = rows, True, 0
+        self.rows, self.guided, self.asked = rows, 3, 0
         self.transformer, self.given = make("sd3" if rows else "wan")
         self.vae = autoencoder(rows).double().eval()
         for parameter in self.vae.parameters():
@@ -68,7 +69,7 @@ class Pipeline:
                 plain, asked = self.transformer(hidden_states=torch.cat([x, x]), **both)[0].chunk(2)
             else:
                 asked = self.transformer(hidden_states=x, **cond).sample
-                plain = self.transformer(hidden_states=x, **uncond).sample if self.guided or n < 2 else asked
+                plain = self.transformer(hidden_states=x, **uncond).sample if n < self.guided else asked
             x = x - 0.01 * (plain + 3 * (asked - plain))
             if self.picture is not None:
                 x = torch.cat([x[..., :4], kept[..., 4:]], -1)
@@ -92,6 +93,16 @@ def told(call) -> str:
         return str(e)
 
 
+def check_second(pipe: Pipeline) -> list[str]:
+    """A pipeline of the same parts, without guidance, between runs of the first."""
+    second = Pipeline(False)
+    second.transformer, second.vae, second.guided = pipe.transformer, pipe.vae, 0
+    plain = Pipeline(False)
+    plain.guided = 0
+    errors = [error(second(), plain()), error(second(), plain())]
+    return [] if max(errors) < 1e-4 else [f"a second pipeline of the parts: {errors}"]
+
+
 def check_guided(rank: int, rows: bool) -> list[str]:
     pipe, ran = Pipeline(rows), []
     cp = ring_la.ContextParallel(group(4), scan="ring", attention="ring", timeout=60)
@@ -101,19 +112,51 @@ def check_guided(rank: int, rows: bool) -> list[str]:
     errors = [error(pipe(), want), error(pipe(), want)]
     bad = [] if max(errors) < limit else [f"images {errors}"]
     bad += [] if ran == ([1] * 6 if rows else [1] * 8) else [f"rows of calls: {ran}"]
+    other = pipe.latents + (rank == 2)
+    message = told(lambda: torch.no_grad()(pipe.vae.decode)(other))
+    bad += [] if "disagree" in message and "latents of rank 2" in message else [f"decoded: {message}"]
     if not rows:
-        pipe.guided = False  # the last step asks once
-        bad += [] if pipe().isnan().all() else ["a number where a call was left out"]
+        bad += check_second(pipe)
+        pipe.guided = 2  # the last step asks once
+        message = told(pipe)
+        bad += [] if "2 calls a step, as in the first, got 1" in message else [f"a call was left out: {message}"]
+        pipe.latents = pipe.latents + rank // 2  # another image on each half
+        message = told(pipe)
+        bad += [] if "disagree" in message and "hidden_states of rank 1" in message else [f"halves: {message}"]
+        pipe.latents = pipe.latents - rank // 2
     hook.remove()
     bad += [] if "not parallelized" in told(lambda: parallelize(pipe, cp)) else ["parallelized twice"]
     restore(pipe)
-    pipe.guided = True
+    pipe.guided = 3
     return bad + ([] if torch.equal(pipe(), want) and not hasattr(pipe, "_ring_la") else ["not as before"])
 
 
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "calls"])
 def test_guidance_on_an_axis_and_decoding_by_rows(ranks, rows):
     assert not any(ranks.run(4, check_guided, rows))
+
+
+def check_listed(rank: int) -> list[str]:
+    """Z-Image's rows are a list of images."""
+    model, given = make("z-image")
+    given["x"] = [given["x"][0], given["x"][0] + 1]
+    given["controlnet_block_samples"] = {n: x[:, :64] for n, x in given["controlnet_block_samples"].items()}
+    pipe = SimpleNamespace(components={"transformer": model}, transformer=model)
+    cp = ring_la.ContextParallel(group(4), scan="ring", attention="ring", timeout=60)
+    with torch.no_grad():
+        want = model(**given).sample
+        parallelize(pipe, cp, cfg=2)
+        ran: list[int] = []
+        counted = model.layers[0].register_forward_hook(lambda block, x, out: ran.append(len(out)))
+        got = model(**given).sample
+        counted.remove()
+    wrong = max(map(error, got, want))
+    bad = [] if len(got) == len(want) and wrong < 1e-9 else [f"{len(got)} images: {wrong:.1e}"]
+    return bad + ([] if ran == [1] else [f"rows {ran}"])
+
+
+def test_guidance_of_rows_in_a_list(ranks):
+    assert not any(ranks.run(4, check_listed))
 
 
 def check_axes(rank: int) -> list[str]:

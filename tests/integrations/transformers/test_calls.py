@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
 from tests.support.transformers_models import CASES, VOCABULARY
 
 from .calls import LENGTH, close, gradients, ids, parallel
+
+
+class Asked(TorchDispatchMode):
+    """Where a number of a tensor came to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.places.append(traceback.format_stack()[-2])
+        return function(*args, **(kwargs or {}))
+
 
 # -- losses ------------------------------------------------------------------------------------------------
 
@@ -51,6 +68,10 @@ def losses(rank: int) -> None:
         {"input_ids": x, "labels": labels, "num_items_in_batch": 9},
         {**local, "layout": layout, "num_items_in_batch": 9},
     )
+
+    with Asked() as asked:  # a second call of a layout
+        model(input_ids=local["input_ids"], layout=layout)
+    assert not asked.places, "what waits for a device: " + "".join(asked.places)
 
     # two rows of two documents each, by positions: as four rows of one document
     positions = torch.cat([torch.arange(8), torch.arange(13)])[None].expand(2, -1)

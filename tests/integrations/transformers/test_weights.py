@@ -129,6 +129,36 @@ def adapted(folder: str, adapters: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def unlike(rank: int, folder: str, three: str) -> None:
+    """What one rank cannot read every rank says, and three experts are not spread over four ranks under FSDP2."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import ring_la
+    from ring_la import ArgumentError, UnsupportedError
+    from ring_la.integrations.transformers import parallelize
+    from ring_la.integrations.transformers.experts import split_experts
+    from ring_la.integrations.transformers.weights import load_weights
+    from ring_la.training import TrainingMesh, shard_parameters
+
+    with pytest.raises(ArgumentError, match=r"folder: expected .*, got .*nowhere"):
+        load_weights(empty(folder, 4), f"{folder}/nowhere" if rank == 1 else folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(three), dtype=torch.float32)
+    parallelize(model, ring_la.ContextParallel(group(), scan="ring"), check=False)
+    spread = split_experts(model, DeviceMesh.from_group(group(), "cpu"))
+    with pytest.raises(UnsupportedError, match="experts: expected one for each of 4 context ranks, 1 to a rank, got 3"):
+        shard_parameters(model, TrainingMesh.make("cpu"), blocks=model.model.layers, methods=(), experts=spread)
+
+
+def test_a_rank_that_cannot_go_on_is_not_alone(ranks, tmp_path):
+    model = CASES["qwen3_5_moe"].make()
+    model.save_pretrained(tmp_path / "four")
+    model.config.num_experts = 3
+    model.config.save_pretrained(tmp_path / "three")
+    ranks.run(4, unlike, str(tmp_path / "four"), str(tmp_path / "three"), timeout=40)
+
+
 def drawn(rank: int, folder: str, ranks: int) -> dict[str, torch.Tensor]:
     from ring_la import ArgumentError
     from ring_la.integrations.transformers.weights import draw_weights, load_weights

@@ -9,8 +9,9 @@ import torch
 
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.integrations.vllm.memory import Shared, mapped
-from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, WorkerPart, check_layers, write_states
+from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, check_layers
 from ring_la.integrations.vllm.parcels import LaidTensor, places, planned, runs
+from ring_la.integrations.vllm.states import WorkerPart, write_states
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,10 @@ INLINE int uniform(int x) {
   });
   return x;
 }
-INLINE float lo(u32 x) { return __uint_as_float(x << 16); }
-INLINE float hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+INLINE float from_half(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+INLINE u32 to_half(float x) { const _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
+template <bool FP16 = false> INLINE float lo(u32 x) { return FP16 ? from_half((u16)x) : __uint_as_float(x << 16); }
+template <bool FP16 = false> INLINE float hi(u32 x) { return FP16 ? from_half((u16)(x >> 16)) : __uint_as_float(x & 0xffff0000u); }
 INLINE float ex2(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.f : y;
@@ -30,11 +32,25 @@ INLINE u32 rounded(float x) {
   if (x != x) return 0x7fff;
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
-INLINE u32 pack(float first, float second) { return rounded(first) | rounded(second) << 16; }
-INLINE float bf16_at(u32 a) {
+template <bool FP16 = false> INLINE u32 pack(float first, float second) {
+  return FP16 ? to_half(first) | to_half(second) << 16 : rounded(first) | rounded(second) << 16;
+}
+INLINE u32 times_half(u32 x, u32 y) { return pack<true>(lo<true>(x) * lo<true>(y), hi<true>(x) * hi<true>(y)); }
+INLINE u32 larger(u32 x, u32 y) {
+  const u32 low = (x & 0xffff) > (y & 0xffff) ? x & 0xffff : y & 0xffff;
+  return low | ((x >> 16) > (y >> 16) ? x >> 16 : y >> 16) << 16;
+}
+INLINE u32 warp_max(u32 x) {
+  for (int m = 16; m; m >>= 1) {
+    const u32 y = __shfl_xor_sync(~0u, x, m);
+    x = x > y ? x : y;
+  }
+  return x;
+}
+template <bool FP16> INLINE float number_at(u32 a) {
   u16 x;
   memcpy(&x, machine::at(a, 2, 2), 2);
-  return __uint_as_float((u32)x << 16);
+  return lo<FP16>(x);
 }
 
 // -- shared memory -------------------------------------------------------------------------------------------------
@@ -133,11 +149,11 @@ template <int N> INLINE void registers_up() {}
 
 struct Product { float* c; const u32* a; u32 b0, b1; };
 // Element (row, k) of a 16 x 16 operand in the registers of 32 lanes
-template <class Given> INLINE float of_left(Given** g, int row, int k) {
+template <bool FP16, class Given> INLINE float of_left(Given** g, int row, int k) {
   const u32 x = g[(row & 7) * 4 + (k & 7) / 2]->a[(row >> 3) + 2 * (k >> 3)];
-  return k & 1 ? hi(x) : lo(x);
+  return k & 1 ? hi<FP16>(x) : lo<FP16>(x);
 }
-INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
+template <bool FP16 = false> INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
   Product mine{c, a, b0, b1};
   machine::together("mma", mine, [](Product** g) {
     for (int row = 0; row < 16; row++)
@@ -146,7 +162,7 @@ INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
         for (int k = 0; k < 16; k++) {
           const Product& p = *g[n * 4 + (k & 7) / 2];
           const u32 y = k < 8 ? p.b0 : p.b1;
-          sum += of_left(g, row, k) * (k & 1 ? hi(y) : lo(y));
+          sum += of_left<FP16>(g, row, k) * (k & 1 ? hi<FP16>(y) : lo<FP16>(y));
         }
         g[(row & 7) * 4 + n / 2]->c[2 * (row >> 3) + (n & 1)] += sum;
       }
@@ -157,24 +173,24 @@ INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {
   return (u64)((at & 0x3ffff) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(stride >> 4) << 32) | (1ull << 62);
 }
 // Where element k of row (or column) n of an operand in shared memory lies: `along` k, rows of 128 bytes, or along n.
-INLINE float of_shared(u64 d, int n, int k, bool along_n) {
+template <bool FP16> INLINE float of_shared(u64 d, int n, int k, bool along_n) {
   const u32 start = (u32)(d & 0x3fff) << 4, lead = (u32)(d >> 16 & 0x3fff) << 4, stride = (u32)(d >> 32 & 0x3fff) << 4;
   if (d >> 62 != 1) machine::fail("a descriptor without 128-byte swizzle");
   u32 a = along_n ? start + (n / 64) * lead + (n % 64) * 2 + (k / 8) * stride + (k % 8) * 128
                   : start + (n / 8) * stride + (n % 8) * 128 + k * 2;
-  return bf16_at(a ^ ((a >> 7 & 7) << 4));
+  return number_at<FP16>(a ^ ((a >> 7 & 7) << 4));
 }
 
 struct Wide { float* d; const u32* a; u64 left, right; int more; };
 // d [64, N] (+)= left [64, 16] right [16, N], a warp its 16 rows. Left in registers (a) or in shared memory, stored [k][m]
-template <int N, bool along_n> INLINE void wide(float* d, const u32* a, u64 left, u64 right, int more) {
+template <int N, bool along_n, bool FP16 = false> INLINE void wide(float* d, const u32* a, u64 left, u64 right, int more) {
   Wide mine{d, a, left, right, more};
   machine::together("wgmma", mine, [](Wide** g) {
     const int rows = (machine::thread() / 32 & 3) * 16;
     float x[16][16], y[16][N];
     for (int k = 0; k < 16; k++) {
-      for (int m = 0; m < 16; m++) x[m][k] = g[0]->a ? of_left(g, m, k) : of_shared(g[0]->left, rows + m, k, true);
-      for (int n = 0; n < N; n++) y[k][n] = of_shared(g[0]->right, n, k, along_n);
+      for (int m = 0; m < 16; m++) x[m][k] = g[0]->a ? of_left<FP16>(g, m, k) : of_shared<FP16>(g[0]->left, rows + m, k, true);
+      for (int n = 0; n < N; n++) y[k][n] = of_shared<FP16>(g[0]->right, n, k, along_n);
     }
     for (int m = 0; m < 16; m++)
       for (int n = 0; n < N; n++) {
@@ -191,9 +207,9 @@ INLINE void wg_commit() {}
 template <class Registers> INLINE void wg_settled(Registers&) {}
 template <class Registers> INLINE void wg_wait(Registers&) {}
 INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) { wide<16, false>(d, a, 0, b, more); }
-INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) { wide<32, false>(d, a, 0, b, more); }
+template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) { wide<32, false, FP16>(d, a, 0, b, more); }
 INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) { wide<64, false>(d, a, 0, b, more); }
-INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) { wide<128, true>(&d[0][0], a, 0, b, 1); }
+template <bool FP16 = false> INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) { wide<128, true, FP16>(&d[0][0], a, 0, b, 1); }
 INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) { wide<16, false>(d, nullptr, a, b, more); }
-INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) { wide<32, false>(d, nullptr, a, b, more); }
+template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) { wide<32, false, FP16>(d, nullptr, a, b, more); }
 INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) { wide<64, false>(d, nullptr, a, b, more); }

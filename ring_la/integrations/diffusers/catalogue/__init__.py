@@ -10,12 +10,13 @@ from ....errors import UnsupportedError
 from ..plans import ModelPlan
 from .control import CONTROL
 from .cross import CROSS
+from .flux import FLUXES
 from .joint import JOINT
 from .linear import LINEAR
 from .refined import REFINED
 from .several import SEVERAL
 
-PLANS: Mapping[str, ModelPlan] = JOINT | REFINED | CROSS | SEVERAL | LINEAR | CONTROL  # type: ignore[operator]
+PLANS: Mapping[str, ModelPlan] = FLUXES | JOINT | REFINED | CROSS | SEVERAL | LINEAR | CONTROL  # type: ignore[operator]
 """By the name of the model's class."""
 
 
@@ -28,5 +29,7 @@ def find_plan(model: nn.Module) -> ModelPlan:
     plan = PLANS.get(type(model).__name__)
     if plan is None or not type(model).__module__.startswith("diffusers."):
         expected = f"one of {', '.join(PLANS)}"
-        raise UnsupportedError("transformer", expected, type(model).__name__, "Give a plan of its own (plan=)")
+        compiled = hasattr(model, "_orig_mod")
+        hint = "Compile it afterwards" if compiled else "Give a plan of its own (plan=)"
+        raise UnsupportedError("transformer", expected, type(model).__name__, hint)
     return plan

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
 from .cross import HUNYUAN_DIT, HUNYUAN_DIT_INPUTS, WAN
-from .joint import COMMON, FLUX, QWEN, SD3
+from .flux import COMMON, FLUX
+from .joint import QWEN, SD3
 
 _control = ("controlnet_cond", "conditioning_scale")
 _vace = BlockPlan({**WAN.arguments, "control_hidden_states": TokenRows(IMAGE)}, WAN.attention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
+from .flux import COMMON
 
 WAN = BlockPlan(
     arguments={
@@ -136,7 +137,6 @@ _stable_audio = BlockPlan(
     },
 )
 
-COMMON = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
 HUNYUAN_DIT_INPUTS = (
     *(*COMMON, "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5"),
     *("image_meta_size", "style", "image_rotary_emb"),

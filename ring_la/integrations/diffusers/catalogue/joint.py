@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ..plans import (
     FRONT,
@@ -19,55 +18,8 @@ from ..plans import (
     TokenRows,
     WideLayer,
 )
+from .flux import BOTH, COMMON, step_layers
 
-BOTH = {"hidden_states": TokenRows(IMAGE), "encoder_hidden_states": TokenRows(TEXT), "temb": SAME}
-
-FLUX = BlockPlan(
-    arguments=BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), "joint_attention_kwargs": SAME},
-    attention={"attn": AttentionPlan(FRONT, ("FluxAttnProcessor",))},
-    wide=WideLayer(),
-)
-_flux2 = BlockPlan(
-    arguments={
-        "hidden_states": TokenRows(IMAGE),
-        "encoder_hidden_states": TokenRows(TEXT),
-        "temb_mod_img": SAME,
-        "temb_mod_txt": SAME,
-        "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
-        "joint_attention_kwargs": SAME,
-    },
-    attention={"attn": AttentionPlan(FRONT, ("Flux2AttnProcessor",))},
-)
-_flux2_single = BlockPlan(
-    arguments={
-        "hidden_states": TokenRows(FRONT),
-        "encoder_hidden_states": TokenRows(TEXT),
-        "temb_mod": SAME,
-        "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
-        "joint_attention_kwargs": SAME,
-        "split_hidden_states": SAME,
-        "text_seq_len": SAME,
-    },
-    attention={"attn": AttentionPlan(FRONT, ("Flux2ParallelSelfAttnProcessor",))},
-)
-_flux3_mode = BlockPlan(
-    {
-        "hidden_states": TokenRows(IMAGE),
-        "temb_mod": TokenRows(IMAGE),
-        "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
-    },
-    {"attn": AttentionPlan(IMAGE, ("Flux3AttnProcessor",))},
-)
-_flux3_single = BlockPlan(
-    {
-        "hidden_states": TokenRows(IMAGE),
-        "encoder_hidden_states": TokenRows(TEXT),
-        "temb_mod": TokenRows(IMAGE),
-        "temb_mod_context": TokenRows(TEXT),
-        "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
-    },
-    {"attn": AttentionPlan(FRONT, ("Flux3AttnProcessor",))},
-)
 SD3 = BlockPlan(
     arguments=BOTH | {"joint_attention_kwargs": SAME},
     attention={
@@ -95,42 +47,12 @@ QWEN = BlockPlan(
 )
 
 
-def _steps(embedding: str, name: str) -> StepPlan:
-    """Of blocks with one norm for each stream, of which `name` is the beginning of their classes' names."""
-    both = f"{name}TransformerBlock", f"{name}SingleTransformerBlock"
-    return StepPlan(embedding, {both[0]: ("norm1.linear", "norm1_context.linear"), both[1]: ("norm.linear",)})
-
-
 def _hunyuan(rotary: str) -> BlockPlan:
     arguments = BOTH | {"attention_mask": KeyMask(REAR), rotary: (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))}
     attention = {"attn": AttentionPlan(REAR, ("HunyuanVideoAttnProcessor2_0",))}
     return BlockPlan(arguments, attention, wide=WideLayer())  # type: ignore[arg-type]
 
 
-def _like_flux(processor: str, keywords: str) -> BlockPlan:
-    """Both kinds of Flux's blocks, under other names."""
-    arguments = BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), keywords: SAME}
-    return BlockPlan(arguments, {"attn": AttentionPlan(FRONT, (processor,))}, wide=WideLayer())
-
-
-def _flux_family(name: str, keywords: str, *inputs: str, embedding: str = "") -> ModelPlan:
-    """A model built as Flux is, its parts called after `name`; `embedding`: its step's, if it changes no more."""
-    kinds = {
-        "transformer_blocks": f"{name}TransformerBlock",
-        "single_transformer_blocks": f"{name}SingleTransformerBlock",
-    }
-    blocks = _like_flux(f"{name}AttnProcessor", keywords)
-    plan = ModelPlan(kinds, dict.fromkeys(kinds.values(), blocks), (*COMMON, "img_ids", "txt_ids", *inputs))
-    return replace(plan, steps=_steps(embedding, name)) if embedding else plan
-
-
-_chroma = {
-    "temb": SAME,
-    "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
-    "attention_mask": KeyMask(FRONT),
-    "joint_attention_kwargs": SAME,
-}
-_chroma_attention = {"attn": AttentionPlan(FRONT, ("FluxAttnProcessor",))}
 _cogview3 = BlockPlan(
     {"hidden_states": TokenRows(IMAGE), "encoder_hidden_states": TokenRows(TEXT), "emb": SAME},
     {"attn1": AttentionPlan(FRONT, ("CogVideoXAttnProcessor2_0",))},
@@ -200,35 +122,7 @@ _ernie = BlockPlan(
     },
     {"self_attention": AttentionPlan(IMAGE, ("ErnieImageSingleStreamAttnProcessor",))},
 )
-COMMON = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
 JOINT: Mapping[str, ModelPlan] = {
-    "FluxTransformer2DModel": ModelPlan(
-        {"transformer_blocks": "FluxTransformerBlock", "single_transformer_blocks": "FluxSingleTransformerBlock"},
-        {"FluxTransformerBlock": FLUX, "FluxSingleTransformerBlock": FLUX},
-        (*COMMON, "pooled_projections", "img_ids", "txt_ids", "guidance", "controlnet_blocks_repeat"),
-        residuals=("controlnet_block_samples", "controlnet_single_block_samples"),
-        steps=_steps("time_text_embed", "Flux"),
-    ),
-    "Flux2Transformer2DModel": ModelPlan(
-        {"transformer_blocks": "Flux2TransformerBlock", "single_transformer_blocks": "Flux2SingleTransformerBlock"},
-        {"Flux2TransformerBlock": _flux2, "Flux2SingleTransformerBlock": _flux2_single},
-        (*COMMON, "img_ids", "txt_ids", "guidance"),
-        cuts_whole_text=True,
-    ),
-    # the text's own blocks run whole on every rank, as other models' refiners of text do
-    "Flux3Transformer2DModel": ModelPlan(
-        {
-            "mode_blocks.image": "Flux3ModeTransformerBlock",
-            "single_transformer_blocks": "Flux3SingleTransformerBlock",
-            "norm_out": "Flux3AdaLayerNorm",
-        },
-        {
-            "Flux3ModeTransformerBlock": _flux3_mode,
-            "Flux3SingleTransformerBlock": _flux3_single,
-            "Flux3AdaLayerNorm": BlockPlan({"hidden_states": TokenRows(IMAGE), "temb": TokenRows(IMAGE)}, {}),
-        },
-        (*COMMON, "img_ids", "txt_ids", "target_timestep"),
-    ),
     "SD3Transformer2DModel": ModelPlan(
         {"transformer_blocks": "JointTransformerBlock"},
         {"JointTransformerBlock": SD3},
@@ -251,46 +145,7 @@ JOINT: Mapping[str, ModelPlan] = {
     "HunyuanVideoTransformer3DModel": ModelPlan(
         *_hunyuan_video,
         (*COMMON, "encoder_attention_mask", "pooled_projections", "guidance"),
-        steps=_steps("time_text_embed", "HunyuanVideo"),
-    ),
-    "BriaTransformer2DModel": _flux_family("Bria", "attention_kwargs", "pooled_projections", "guidance"),
-    "LongCatImageTransformer2DModel": _flux_family(
-        "LongCatImage", "joint_attention_kwargs", "guidance", embedding="time_embed"
-    ),
-    "OvisImageTransformer2DModel": _flux_family("OvisImage", "joint_attention_kwargs", embedding="timestep_embedder"),
-    # every block gets another layer of the text encoder beside what the last one made of the text
-    "BriaFiboTransformer2DModel": ModelPlan(
-        {
-            "transformer_blocks": "BriaFiboTransformerBlock",
-            "single_transformer_blocks": "BriaFiboSingleTransformerBlock",
-        },
-        {
-            "BriaFiboTransformerBlock": _like_flux("BriaFiboAttnProcessor", "joint_attention_kwargs"),
-            "BriaFiboSingleTransformerBlock": BlockPlan(
-                {
-                    "hidden_states": TokenRows(FRONT),
-                    "temb": SAME,
-                    "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
-                    "joint_attention_kwargs": SAME,
-                },
-                {"attn": AttentionPlan(FRONT, ("BriaAttnProcessor",))},
-                wide=WideLayer(),
-            ),
-        },
-        (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", "guidance"),
-        outputs={"context_embedder": {0: TokenRows(TEXT)}, "caption_projection": {0: TokenRows(TEXT)}},
-    ),
-    "ChromaTransformer2DModel": ModelPlan(
-        {"transformer_blocks": "ChromaTransformerBlock", "single_transformer_blocks": "ChromaSingleTransformerBlock"},
-        {
-            "ChromaTransformerBlock": BlockPlan(BOTH | _chroma, _chroma_attention),  # type: ignore[arg-type]
-            "ChromaSingleTransformerBlock": BlockPlan(
-                {"hidden_states": TokenRows(FRONT)} | _chroma,  # type: ignore[arg-type]
-                _chroma_attention,
-                wide=WideLayer(),
-            ),
-        },
-        (*COMMON, "img_ids", "txt_ids", "attention_mask"),
+        steps=step_layers("time_text_embed", "HunyuanVideo"),
     ),
     "CogView3PlusTransformer2DModel": ModelPlan(
         {"transformer_blocks": "CogView3PlusTransformerBlock"},
@@ -330,7 +185,7 @@ JOINT: Mapping[str, ModelPlan] = {
             "encoder_attention_mask_2",
             "guidance",
         ),
-        steps=_steps("time_guidance_embed", "HunyuanImage"),
+        steps=step_layers("time_guidance_embed", "HunyuanImage"),
     ),
     "Krea2Transformer2DModel": ModelPlan(
         {"transformer_blocks": "Krea2TransformerBlock"},

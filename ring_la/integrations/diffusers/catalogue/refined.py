@@ -21,7 +21,7 @@ from ..plans import (
     StepPlan,
     TokenRows,
 )
-from .joint import BOTH, COMMON
+from .flux import BOTH, COMMON
 
 NOISE = ("noise",)
 """The image's tokens as long as they are a sequence of their own."""

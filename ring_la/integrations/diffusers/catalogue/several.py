@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
-from .cross import COMMON
+from .flux import COMMON
 
 AUDIO = ("audio",)
 _image_rotary, _audio_rotary = (TokenRows(IMAGE, -2),) * 2, (TokenRows(AUDIO, -2),) * 2

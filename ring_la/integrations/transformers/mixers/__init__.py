@@ -60,6 +60,17 @@ CONTINUED = set(latents.CLASSES).union(*(m.MIXERS for m in (convolution, delta, 
 """Classes that go on from a filled cache on split tokens."""
 
 
+TAKING_BLOCKS = {"MiniMaxModel", *latents.CLASSES, *lightning.MIXERS}.union(
+    *(m.MIXERS for m in (channelwise, convolution, delta, mamba, own_attention))
+)
+"""Classes whose operators go through `ModelCall.operator`, so that the model can be run block by block."""
+
+
+def takes_blocks(kind: type) -> bool:
+    """Whether the nearest entry of a class is in `TAKING_BLOCKS`."""
+    return next((c.__name__ for c in kind.__mro__ if c.__name__ in MIXERS), None) in TAKING_BLOCKS
+
+
 def entry_of(kind: type) -> Mapping[str, Callable] | Callable | None:
     """The entry of a class or the nearest of its parents that has one."""
     return next((MIXERS[c.__name__] for c in kind.__mro__ if c.__name__ in MIXERS), None)

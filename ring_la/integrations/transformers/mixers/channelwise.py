@@ -43,7 +43,8 @@ def selective_scan(
     dt = F.softplus(dt) if delta_softplus else dt
     q, k = (y.transpose(1, 2)[:, :, None].float() for y in (C, B))
     g = dt[..., None] * A.float()
-    out = gla(q, k, (dt * x)[..., None], g, scale=1.0, output_final_state=return_last_state, **call.split)
+    how: dict[str, Any] = dict(scale=1.0, output_final_state=return_last_state)
+    out = call.operator(gla, q, k, (dt * x)[..., None], g, **how)
     y = out.o[..., 0] if D is None else out.o[..., 0] + x * D.float()
     y = y.transpose(1, 2).to(hidden_states.dtype)
     y = y if z is None else y * F.silu(z)
@@ -57,7 +58,7 @@ def rg_lru(call: ModelCall, layer: Any, *args, **keywords) -> Tensor:
         x, ones = hidden_states.float()[..., None], hidden_states.new_ones(*hidden_states.shape[:2], 1, 1).float()
         smallest = torch.finfo(torch.float32).tiny
         g = recurrent_gate.float().clamp(min=smallest).log()  # documents' first tokens have a = 0 and no state before
-        return simple_gla(ones, ones, x, g, scale=1.0, **call.split).o[..., 0].to(hidden_states.dtype), None
+        return call.operator(simple_gla, ones, ones, x, g, scale=1.0).o[..., 0].to(hidden_states.dtype), None
 
     return Overriding(layer, _rnn_scan=scan).forward(*args, **keywords)
 
@@ -67,7 +68,8 @@ def griffin_block(call: ModelCall, layer: Any, *args, use_cache: bool | None = N
 
     def convolve(x: Tensor) -> Tensor:
         conv = layer.conv_1d
-        return short_conv(x.transpose(1, 2), conv.weight[:, 0], conv.bias, None, **call.split).o.transpose(1, 2)
+        weights = dict(weight=conv.weight[:, 0], bias=conv.bias)
+        return call.operator(short_conv, x.transpose(1, 2), **weights).o.transpose(1, 2)
 
     return Overriding(layer, conv_1d=convolve).forward(*args, use_cache=False, **keywords)
 

@@ -21,7 +21,8 @@ def causal_conv1d_fn(
     silu = activation in ("silu", "swish")
     before = None if call.earlier is None else call.earlier.tail(weight.shape[-1] - 1)
     x = hidden_states.transpose(1, 2)
-    out = short_conv(x, weight, bias, "silu" if silu else None, initial_state=before, **call.split).o
+    how = dict(weight=weight, bias=bias, activation="silu" if silu else None, initial_state=before)
+    out = call.operator(short_conv, x, **how).o
     out = out if silu or activation is None else ACT2FN[activation](out)
     return out.transpose(1, 2)
 

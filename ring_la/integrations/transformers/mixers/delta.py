@@ -28,7 +28,8 @@ def _chunk(rule: Callable) -> Callable:
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         return tuple(
-            rule(
+            call.operator(
+                rule,
                 query,
                 key,
                 value,
@@ -37,7 +38,6 @@ def _chunk(rule: Callable) -> Callable:
                 initial_state=initial_state,
                 output_final_state=output_final_state,
                 use_qk_l2norm=use_qk_l2norm_in_kernel,
-                **call.split,
             )
         )
 

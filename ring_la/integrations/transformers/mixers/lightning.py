@@ -26,7 +26,7 @@ def minimax(
     decay = -layer.slope_rate.flatten().float()
     before = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
     state: dict[str, Any] = dict(initial_state=before, output_final_state=past_key_values is not None)
-    out = lightning_attention(q, k, v, decay, scale=1.0, **state, **call.split)
+    out = call.operator(lightning_attention, q, k, v, g=decay, scale=1.0, **state)
     if past_key_values is not None:
         past_key_values.set_linear_cache(layer.layer_idx, out.final_state.to(v.dtype))
     o = layer.norm(out.o.flatten(2)) * F.sigmoid(layer.output_gate(hidden_states))

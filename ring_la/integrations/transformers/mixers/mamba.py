@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....outputs import LinearAttentionOutput
 from ....recurrences import mamba2
 from ..call import ModelCall
 from .convolution import causal_conv1d_fn
@@ -32,19 +35,16 @@ def chunk_scan(
     """
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    out = mamba2(
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        initial_state=None if initial_states is None else initial_states.mT,
-        output_final_state=return_final_states,
-        **call.split,
-    )
+    state = None if initial_states is None else initial_states.mT
+    how: dict[str, Any] = dict(A=A, D=D, initial_state=state, output_final_state=return_final_states)
+    out = call.operator(_mamba2, hidden_states, dt, B, C, **how)
     o = out.o.contiguous()
     return (o, out.final_state.mT) if return_final_states else o
+
+
+def _mamba2(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *, A: Tensor, **how: Any) -> LinearAttentionOutput:
+    """`mamba2`, the tokens' tensors first."""
+    return mamba2(x, dt, A, B, C, **how)
 
 
 def no_fused_kernel(call: ModelCall, *_: object, **__: object) -> None:

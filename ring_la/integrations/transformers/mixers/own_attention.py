@@ -27,8 +27,8 @@ def attention_by_method(call: ModelCall, layer: Any, *args, **keywords):
         local = getattr(layer, "attention_type", None) == "local"
         window = (layer.config.window_size - 1, 0) if local else (-1, -1)
         dropout = drop.p if drop.training else 0.0
-        how: dict[str, Any] = call.split | asked_of_attention(layer)
-        return attention(q, k, v, scale=scale, window=window, dropout_p=dropout, **how).o.transpose(1, 2), None
+        how: dict[str, Any] = dict(scale=scale, window=window, dropout_p=dropout) | asked_of_attention(layer)
+        return call.operator(attention, q, k, v, **how).o.transpose(1, 2), None
 
     return Overriding(layer, _attn=attend).forward(*args, **keywords)
 
@@ -52,8 +52,8 @@ def falcon_attention(
     q, k = rotate(q, k, *position_embeddings)
     if layer_past is not None:
         k, v = layer_past.update(k, v, layer.layer_idx)
-    how: dict[str, Any] = call.split | asked_of_attention(layer)
-    o = attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=layer.head_dim**-0.5, **how).o
+    how: dict[str, Any] = dict(scale=layer.head_dim**-0.5) | asked_of_attention(layer)
+    o = call.operator(attention, *(x.transpose(1, 2) for x in (q, k, v)), **how).o
     return layer.dense(o.flatten(2)), None
 
 
@@ -76,8 +76,8 @@ def xglm_attention(
         k, v = (x.transpose(1, 2) for x in (k, v))
         k, v = (x.transpose(1, 2) for x in past_key_values.update(k, v, layer.layer_idx))
     dropout = layer.dropout if layer.training else 0.0
-    how: dict[str, Any] = call.split | asked_of_attention(layer)
-    return layer.out_proj(attention(q, k, v, scale=layer.scaling, dropout_p=dropout, **how).o.flatten(2)), None
+    how: dict[str, Any] = dict(scale=layer.scaling, dropout_p=dropout) | asked_of_attention(layer)
+    return layer.out_proj(call.operator(attention, q, k, v, **how).o.flatten(2)), None
 
 
 def _check_causal(layer: Any, mask: object) -> None:

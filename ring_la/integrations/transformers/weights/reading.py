@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, set_param_for_module
@@ -17,7 +18,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ....errors import ArgumentError
 from .conversions import converted, mixed, own_classes
 from .files import Slice, files_of, slices_of
-from .parts import device_of, part_of
+from .parts import ModelRanks, device_of, part_of
 
 
 def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.device | str | None = None) -> int:
@@ -32,13 +33,37 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
         Bytes this rank read of the files.
 
     Raises:
-        ArgumentError: no such files; a weight of the model that is not there or has another shape.
+        ArgumentError: no such files; a weight of the model that is not there or has another shape. What one rank cannot
+            read of a sharded model is raised on all.
     """
-    device, read = device_of(device), [0]
+    device, read, mine, info, config = device_of(device), [0], None, None, None
     computed = list(_computed(model))
-    with ExitStack() as opened:
-        there = slices_of(files_of(Path(folder)), opened, read)
-        info, config = _fill(model, folder, there, device)
+    try:
+        with ExitStack() as opened:
+            there = slices_of(files_of(Path(folder)), opened, read)
+            info, config = _fill(model, folder, there, device)
+        _refuse_other(model, folder, info)
+    except Exception as error:  # of any kind: it is raised below, when the other ranks know
+        mine = error
+    _meet(model, mine)
+    type(model)._finalize_model_loading(model, config, info)
+    for module, name, buffer in computed:
+        module._buffers[name] = buffer.to(device)
+    return read[0]
+
+
+def _meet(model: nn.Module, mine: Exception | None) -> None:
+    """Raise this rank's error, or that of another rank which has shards of the model: none goes on without it."""
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    other = ModelRanks(model).first("" if mine is None else str(mine)) if sharded else ""
+    if mine is not None:
+        raise mine
+    if other:
+        raise ArgumentError("folder", "weights that every rank can read", f"on another rank {other}")
+
+
+def _refuse_other(model: PreTrainedModel, folder: str | Path, info: Any) -> None:
+    """Refuse weights of another model."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     wrong = sorted({*info.missing_keys} - {*tied} - {*_not_stored(model)})
     wrong += sorted(str(k) for k in info.mismatched_keys) + sorted(info.conversion_errors)
@@ -46,10 +71,6 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
         raise ArgumentError(
             "folder", "the weights of this model", f"{folder}, without or unlike {', '.join(wrong[:5])}"
         )
-    type(model)._finalize_model_loading(model, config, info)
-    for module, name, buffer in computed:
-        module._buffers[name] = buffer.to(device)
-    return read[0]
 
 
 def _fill(

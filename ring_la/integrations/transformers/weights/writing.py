@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -18,6 +16,7 @@ from transformers import PreTrainedModel
 from ....errors import ArgumentError
 from .conversions import as_stored, own_classes
 from .files import INDEX, SINGLE
+from .parts import ModelRanks
 
 FILE_BYTES = 5 * 10**9
 """Of one file, as the library cuts them."""
@@ -42,7 +41,7 @@ def save_weights(
     Raises:
         ArgumentError: a folder that has weights already.
     """
-    folder, ranks = Path(folder), _Ranks(model)
+    folder, ranks = Path(folder), ModelRanks(model)
     if any(folder.glob("*.safetensors")):
         raise ArgumentError("folder", "one without weights", str(folder))
     ranks.meet()  # all have looked before anyone writes
@@ -63,7 +62,7 @@ def _write_mine(
     folder: Path,
     groups: list[dict[str, Tensor]],
     plan: _Plan,
-    ranks: _Ranks,
+    ranks: ModelRanks,
     cast: Callable[[Tensor], Tensor],
 ) -> int:
     """Gather group by group, keep what is for files of this rank, write each when full; the most bytes kept at once."""
@@ -124,30 +123,6 @@ def _describe(model: PreTrainedModel, folder: Path, plan: _Plan, dtype: torch.dt
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-
-
-class _Ranks:
-    """The ranks a model is on: those its parameters are sharded and copied over, else all of the job.
-
-    Attributes:
-        index: of this rank among them. size: their number.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-        mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
-        self.groups: list[Any] = []
-        self.index, self.size = 0, 1
-        if mesh is not None:
-            self.groups, self.size = mesh.get_all_groups(), mesh.size()
-            self.index = mesh.mesh.flatten().tolist().index(dist.get_rank())
-        elif dist.is_initialized():
-            self.groups, self.index, self.size = [dist.group.WORLD], dist.get_rank(), dist.get_world_size()
-
-    def meet(self) -> None:
-        """All of them are here."""
-        for group in self.groups:
-            dist.barrier(group)
 
 
 def _cast(dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:

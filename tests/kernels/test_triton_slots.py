@@ -1,0 +1,55 @@
+"""Gated slot attention in bf16, in PyTorch and by kernels (interpreted without a GPU): within twice the error of an
+independent loop of bf16 tensors and fp32 states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+import ring_la
+from ring_la.kernels import choice
+from tests.support.interpreter import compute_bf16, interpreted
+from tests.support.triton_cases import error
+
+interpreted()
+compute_bf16()
+
+from ring_la.kernels import families  # noqa: E402
+
+T, H, K, M = 128, 2, 64, 64
+
+
+def _loop(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor) -> Tensor:
+    q, k, v, s, g = (x.float() for x in (q, k, v, s, g))
+    keys, values, out = torch.zeros(1, H, K, M), torch.zeros(1, H, M, K), []
+    for t in range(T):
+        kept = g[:, t].exp()
+        keys = keys * kept[..., None, :] + k[:, t, :, :, None] * s[:, t, :, None]
+        values = values * kept[..., None] + s[:, t, :, :, None] * v[:, t, :, None]
+        scores = K**-0.5 * torch.einsum("bhkm,bhk->bhm", keys, q[:, t])
+        out.append(torch.einsum("bhmv,bhm->bhv", values, scores.softmax(-1)))
+    return torch.stack(out, 1).bfloat16()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_fla.py on GPUs")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_bf16_errs_as_a_loop(monkeypatch, backend):
+    if backend == "triton":
+        monkeypatch.setattr(choice, "unsupported", lambda rule, x, recurrent=False: families.unsupported(rule, x))
+    rng = torch.Generator().manual_seed(2)
+    draw = lambda D: torch.randn(1, T, H, D, generator=rng)  # noqa: E731
+    x = (normalize(draw(K), dim=-1), normalize(draw(K), dim=-1), draw(K), draw(M).sigmoid(), logsigmoid(draw(M) + 3))
+    x, do = [t.bfloat16() for t in x], draw(K).bfloat16()
+
+    def results(op, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in x]
+        o = op(*leaves)
+        return [o, *torch.autograd.grad(o, leaves, do.to(o.dtype))]
+
+    true = results(lambda *x: ring_la.gated_slot_attention(*x, backend="torch").o, torch.float64)
+    loop = results(_loop, torch.bfloat16)
+    ours = results(lambda *x: ring_la.gated_slot_attention(*x, backend=backend).o, torch.bfloat16)
+    found = {n: (error(a, t), error(b, t)) for n, a, b, t in zip(("o", "dq", "dk", "dv", "ds", "dg"), ours, loop, true)}
+    assert all(mine <= 2 * budget for mine, budget in found.values()), found
