@@ -23,10 +23,8 @@ WAVES = 2
 """Programs a multiprocessor that sequences are cut into."""
 LEAST = 256
 """Keys of the shortest part that is worth a program."""
-QUERIES = 16
-"""Queries of a program, at most: more heads of one key take more programs, each of which reads it."""
 WIDE = 256
-"""Channels of a key from which fewer keys make a tile."""
+"""Channels of a key from which tiles are others."""
 
 
 @triton.jit(do_not_specialize=("splits", "heads", "group"))
@@ -113,7 +111,7 @@ def decode_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tu
     N, heads, columns, width = k.shape
     H, value = q.shape[1], width if v is None else v.shape[3]
     group, wide = H // heads, k.dtype == torch.float32
-    BG, BN = QUERIES, 32 if width > WIDE else 64
+    BG, BN, warps, stages = _tile(group, width)
     programs = N * heads * -(-group // BG)
     splits = max(1, min(-(-_multiprocessors(k.device) * WAVES // programs), -(-columns // LEAST)))
     parts = torch.empty(N, splits, H, value, dtype=torch.float32, device=k.device)
@@ -127,7 +125,7 @@ def decode_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tu
         *q.stride()[:2], *q2_.stride()[:2], *k.stride()[:3], *v_.stride()[:3], *k2_.stride()[:3],
         BG=BG, BN=BN, BK=max(16, triton.next_power_of_2(width)), BR=R if R == 1 else max(16, R),
         BV=max(16, triton.next_power_of_2(value)), SAME=v is None, CAPPED=softcap > 0,
-        PRECISION="ieee" if wide else "tf32", num_warps=4, num_stages=3, tensors="any",
+        PRECISION="ieee" if wide else "tf32", num_warps=warps, num_stages=stages, tensors="any",
     )  # fmt: skip
     BV = min(64, max(16, triton.next_power_of_2(value)))
     launch(
@@ -135,6 +133,13 @@ def decode_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tu
         BS=triton.next_power_of_2(splits), BV=BV, num_warps=4, num_stages=1, tensors="any",
     )  # fmt: skip
     return out, lse
+
+
+def _tile(group: int, width: int) -> tuple[int, int, int, int]:
+    """Queries of a program, keys of a tile, warps and stages: the fastest of those tried on an H200."""
+    if group > 16:
+        return 32, 64, 8 if width > WIDE else 4, 2
+    return 16, 32 if width > WIDE else 64, 4, 3
 
 
 @functools.cache

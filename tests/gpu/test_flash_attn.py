@@ -49,18 +49,6 @@ CU = (0, 7, 7, 600, 601, 830, 1600)
 MEETINGS = (("contiguous", 1, 1), ("contiguous", 2, 0), ("zigzag", 1, 1), ("zigzag", 2, 0), ("zigzag", 0, 3))
 
 
-@pytest.fixture(autouse=True)
-def spans_of_any_width(monkeypatch):
-    """Our kernels of spans, for widths too that they have not been timed at."""
-    for name, more in dict(
-        SPANS_FORWARD={64: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
-        SPANS_KEYS={64: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
-        SPANS_QUERIES={64: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
-    ).items():
-        settings = {w: table.TileSettings(*how) for w, how in more.items()}
-        monkeypatch.setattr(table, name, settings | getattr(table, name))
-
-
 def block(kernel, tensors, scores: Scores, pair: Pair) -> dict[str, torch.Tensor]:
     """o, lse and, of a kernel that has them, gradients."""
     q, k, v, do = tensors

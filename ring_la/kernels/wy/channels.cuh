@@ -1,15 +1,11 @@
 // What kernels of gates by key channel share: chunks of 32 tokens (C), 128 channels a head (D).
 #pragma once
-#include "spans.cuh"
+#include "carried.cuh"
 
 #define GROUP 4         // tokens whose factors are made together
 #define HARDEST -86.f   // log2 of the smallest factor whose inverse is used
 
-// Where 16 bytes `chunk` of a row of 32 pairs lie, so that eight rows' do not share banks
-INLINE u32 pair_place(int row, int chunk) { return (u32)(row * 64 + ((chunk ^ (row >> 1) & 3) << 4)); }
-// Where 8 channels of a token lie in a tile of 32 x 128: an operand of wgmma as it is, of 128-byte swizzle.
-#define HALF 4096  // from 64 channels to the others
-INLINE u32 tile_place(int token, int chunk) { return (u32)((chunk >> 3) * HALF + token * 128) + swz(token, chunk & 7); }
+#define HALF 4096  // from 64 channels of a tile to the others
 
 INLINE float bf16_of(const u16* x) { return __uint_as_float((u32)*x << 16); }
 

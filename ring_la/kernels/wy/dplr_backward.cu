@@ -42,8 +42,6 @@ struct BackArgs {
   u16 *dq, *dk, *dv, *da, *db, *dg; // [tokens, H, 128]
 };
 
-INLINE int piece_end(const Args& a, const Span& x) { return a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T; }
-
 // -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
 
 // Ask for the rows of 32 tokens from t on; those from `end` on are zero, dO where it is not `wanted`; V and Y for the span's `own`.
@@ -197,25 +195,6 @@ INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32
 
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ------------------
 
-// sum_V S dS of 16 channels of K from chunk kc on: those of rows lane / 4 and 8 more
-INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2;
-  float y[2][4] = {};
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    u32 p[4], q[4];
-    ldm_trans(p, state + state_place(ks * 16 + rb, kc + cb));
-    ldm_trans(q, adjoint + state_place(ks * 16 + rt, kc + ct));
-    mma(y[0], p, q[0], q[1]); mma(y[1], p, q[2], q[3]);
-  }
-  const int from = (lane & ~3) | (r >> 1);
-  const float a0 = __shfl_sync(~0u, y[0][0], from), a1 = __shfl_sync(~0u, y[0][1], from);
-  const float b0 = __shfl_sync(~0u, y[1][2], from), b1 = __shfl_sync(~0u, y[1][3], from);
-  out[0] = r & 1 ? a1 : a0;
-  out[1] = r & 1 ? b1 : b0;
-}
-
 // Sums over tokens to the right and including of x, and of y over those to the right alone: of tokens 8 i + 2 t and one more, i of
 // two, of lane t of four. `later`: of the tokens behind these, and then of these too
 INLINE void sum_from_right(float (&x)[4], const float (&y)[4], float& later, int t) {
@@ -235,29 +214,6 @@ INLINE void sum_from_right(float (&x)[4], const float (&y)[4], float& later, int
     x[2 * i + 1] += behind;
     later += all;
   }
-}
-
-// X += pairs' gradients (at `p_at`) times what `x` holds, tokens by tokens before
-INLINE void add_pairs(float* X, const u32 (&x)[2][4], u32 p_at, int rb, int cb) {
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int jb = 0; jb <= m; jb++) {
-      u32 p[4];
-      ldm(p, p_at + pair_place(16 * m + rb, 2 * jb + cb));
-      mma(X + 8 * m, x[jb], p[0], p[1]); mma(X + 8 * m + 4, x[jb], p[2], p[3]);
-    }
-}
-// The same of their transpose, tokens by tokens behind
-INLINE void add_pairs_back(float* X, const u32 (&x)[2][4], u32 p_at, int rt, int ct) {
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int jb = 0; jb <= m; jb++) {
-      u32 p[4];
-      ldm_trans(p, p_at + pair_place(16 * m + rt, 2 * jb + ct));
-      mma(X + 8 * jb, x[m], p[0], p[1]); mma(X + 8 * jb + 4, x[m], p[2], p[3]);
-    }
 }
 
 // The gradients of q, a, k, b and g of 16 channels of K, from chunk kc on. Y: dO S^T, then Z S^T; Z: V dS^T, then Y dS^T.
@@ -389,10 +345,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       float X[32];
       {
         u32 f[8][4];
-#pragma unroll
-        for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-          for (int j = 0; j < 4; j++) f[ks][j] = pack(S[2 * ks + (j >> 1)][2 * (j & 1)], S[2 * ks + (j >> 1)][2 * (j & 1) + 1]);
+        as_operand(f, S);
         wg_fence();
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)

@@ -260,35 +260,6 @@ INLINE void produce(const Args& a, const Span& x, int h, int n, int passes, u32 
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
-#if KEEP
-// The state, of which `f` are this warp's rows, as the backward reads it, by the copy engine from 4 KB of shared memory
-INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lane) {
-  const int row = (lane & 7) + (((lane >> 3) & 1) << 3), col = lane >> 4;
-  if (lane == 0) copied_out();
-  __syncwarp();
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) stm(f[ks], stage + (ks >> 2) * 2048 + row * 128 + swz(row, (2 * ks + col) & 7));
-  proxy_fence();
-  __syncwarp();
-  if (lane == 0) {
-    copy_out(to + w * 2048, stage, 2048);
-    copy_out(to + 16384 + w * 2048, stage + 2048, 2048);
-    copy_out_all();
-  }
-}
-#endif
-
-// X += pairs (lower triangle, at `p_at`) times what `x` holds, in bf16
-INLINE void add_pairs(float* X, const u32 (&x)[2][4], u32 p_at, int rb, int cb) {
-  u32 p[4];
-  ldm(p, p_at + pair_place(rb, cb));
-  mma(X, x[0], p[0], p[1]); mma(X + 4, x[0], p[2], p[3]);
-  ldm(p, p_at + pair_place(16 + rb, cb));
-  mma(X + 8, x[0], p[0], p[1]); mma(X + 12, x[0], p[2], p[3]);
-  ldm(p, p_at + pair_place(16 + rb, 2 + cb));
-  mma(X + 8, x[1], p[0], p[1]); mma(X + 12, x[1], p[2], p[3]);
-}
-
 // The state over a span's n chunks, the first of which is the c0-th of those under way; what is wanted of chunks goes out if
 // this is the `last` pass.
 INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, int chunk, int c0, int n, bool last, u32 base,
@@ -305,10 +276,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
       u32 f[8][4];
 #pragma unroll
       for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
-#pragma unroll
-      for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) f[ks][i] = pack(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
+      as_operand(f, S);
       decay(S, at + OFF_E, lane);
       wg_fence();
 #pragma unroll

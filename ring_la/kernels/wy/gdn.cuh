@@ -4,7 +4,7 @@
 #define C 32  // tokens a chunk
 #define D 128 // channels of a head
 #define OUTER a.outer
-#include "spans.cuh"
+#include "carried.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
 #define BACK 16         // chunks that a span may begin early
@@ -21,7 +21,7 @@ struct Args {
   float* states;         // [count, H, 128 * 128]
   float* parts;          // [count, H, 2, 128 * 128], see `combine`; null: spans do not
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
-  u16* kept_W;           // [chunks, heads, 32 * 128], W of its tokens, see `rows_place`
+  u16* kept_W;           // [chunks, heads, 32 * 128], W of its tokens, see `tile_place`
   u16* kept_pairs;       // [chunks, heads, 2 * 32 * 32], N and P, see `pair_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
@@ -33,11 +33,6 @@ struct Args {
 };
 
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
-
-// Where 16 bytes `chunk` of a row of 32 tokens lie, so that eight rows' do not share banks
-INLINE u32 pair_place(int row, int chunk) { return (u32)(row * 64 + ((chunk ^ (row >> 1) & 3) << 4)); }
-// Where 8 channels of V of a token lie: an operand of wgmma as it is.
-INLINE u32 rows_place(int token, int chunk) { return (u32)((chunk >> 3) * 4096 + token * 128) + swz(token, chunk & 7); }
 
 INLINE float gate_at(const Args& a, u64 i) {
 #if !GATED

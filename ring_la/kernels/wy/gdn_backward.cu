@@ -54,8 +54,6 @@ struct BackArgs {
 INLINE u32 by_key(int row, int chunk) { return (u32)((chunk >> 3) * HALF + row * 128) + swz(row, chunk & 7); }
 INLINE u32 by_value(int row, int chunk) { return (u32)((chunk >> 3) * 8192 + row * 128) + swz(row, chunk & 7); }
 
-INLINE int piece_end(const Args& a, const Span& x) { return a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T; }
-
 // -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
 
 // Ask for the rows of 32 tokens from t on; those from `end` on are zero, dO where it is not `wanted`, W for the span's `own`.
@@ -97,10 +95,10 @@ INLINE void pair_gradients(int m, int from, float by, bool diagonal, u32 to, u32
   for (int ks = 0; ks < 8; ks++) {
     u32 x[4], w[4];
     ldm(x, at + OFF_X + by_value(from + 16 * m + ra, 2 * ks + ca));
-    ldm(w, at + OFF_W + rows_place(rb, 2 * ks + cb));
+    ldm(w, at + OFF_W + tile_place(rb, 2 * ks + cb));
     mma(P[0], x, w[0], w[1]); mma(P[1], x, w[2], w[3]);
     if (m) {
-      ldm(w, at + OFF_W + rows_place(16 + rb, 2 * ks + cb));
+      ldm(w, at + OFF_W + tile_place(16 + rb, 2 * ks + cb));
       mma(P[2], x, w[0], w[1]); mma(P[3], x, w[2], w[3]);
     }
   }
@@ -236,10 +234,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       float X[16];
       {
         u32 f[8][4];
-#pragma unroll
-        for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-          for (int j = 0; j < 4; j++) f[ks][j] = pack(S[2 * ks + (j >> 1)][2 * (j & 1)], S[2 * ks + (j >> 1)][2 * (j & 1) + 1]);
+        as_operand(f, S);
         wg_fence();
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
@@ -303,7 +298,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           u32 z[4];
           lds128(z, at + OFF_X + by_value(C + row, j));
           if (t + row < end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, z);
-          ldm_trans(z, at + OFF_W + rows_place(16 * m + rb, w * 2 + cb));
+          ldm_trans(z, at + OFF_W + tile_place(16 * m + rb, w * 2 + cb));
           const float* y = L + 8 * m;
           sums[4 * m] = y[0] * lo(z[0]) + y[2] * lo(z[1]); sums[4 * m + 1] = y[1] * hi(z[0]) + y[3] * hi(z[1]);
           sums[4 * m + 2] = y[4] * lo(z[2]) + y[6] * lo(z[3]); sums[4 * m + 3] = y[5] * hi(z[2]) + y[7] * hi(z[3]);

@@ -190,24 +190,6 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
-#if KEEP
-// The state, of which `f` are this warp's rows, as the backward reads it, by the copy engine from 4 KB of shared memory
-INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lane) {
-  const int row = (lane & 7) + (((lane >> 3) & 1) << 3), col = lane >> 4;
-  if (lane == 0) copied_out();
-  __syncwarp();
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) stm(f[ks], stage + (ks >> 2) * 2048 + row * 128 + swz(row, (2 * ks + col) & 7));
-  proxy_fence();
-  __syncwarp();
-  if (lane == 0) {
-    copy_out(to + w * 2048, stage, 2048);
-    copy_out(to + 16384 + w * 2048, stage + 2048, 2048);
-    copy_out_all();
-  }
-}
-#endif
-
 // What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then S^T q^T; S <- e^GL S meanwhile. With KEEP
 // the state goes out to `kept`, unless that is null.
 INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, u32 factors, char* kept, u32 stage, int w, int lane) {
@@ -283,13 +265,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       }
     {
       float U[4][4] = {};
-      u32 p[4];
-      ldm(p, at + OFF_M + pair_place(rb, cb));
-      mma(U[0], v[0], p[0], p[1]); mma(U[1], v[0], p[2], p[3]);
-      ldm(p, at + OFF_M + pair_place(16 + rb, cb));
-      mma(U[2], v[0], p[0], p[1]); mma(U[3], v[0], p[2], p[3]);
-      ldm(p, at + OFF_M + pair_place(16 + rb, 2 + cb));
-      mma(U[2], v[1], p[0], p[1]); mma(U[3], v[1], p[2], p[3]);
+      add_pairs(U[0], v, at + OFF_M, rb, cb);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 r[2];
@@ -312,13 +288,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++) v[m][i] = u[m][i] ^ 0x80008000u;
-      u32 p[4];
-      ldm(p, at + OFF_B + pair_place(rb, cb));
-      mma(W, v[0], p[0], p[1]); mma(W + 4, v[0], p[2], p[3]);
-      ldm(p, at + OFF_B + pair_place(16 + rb, cb));
-      mma(W + 8, v[0], p[0], p[1]); mma(W + 12, v[0], p[2], p[3]);
-      ldm(p, at + OFF_B + pair_place(16 + rb, 2 + cb));
-      mma(W + 8, v[1], p[0], p[1]); mma(W + 12, v[1], p[2], p[3]);
+      add_pairs(W, v, at + OFF_B, rb, cb);
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         u32 f[4];
@@ -346,7 +316,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #if KEEP
 #pragma unroll
       for (int m = 0; m < 2; m++)
-        stg128((char*)(a.kept_W + place * (C * D)) + rows_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), z[m]);
+        stg128((char*)(a.kept_W + place * (C * D)) + tile_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), z[m]);
 #endif
 #pragma unroll
       for (int m = 0; m < 2; m++) {

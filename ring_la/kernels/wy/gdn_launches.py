@@ -19,13 +19,11 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
-from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.spans.table import SAVED_STATES, cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, as_read, by_row, multiprocessors
+from ring_la.kernels.spans.table import cdiv
+from ring_la.kernels.wy.kda_launches import HEAD, as_read, multiprocessors
+from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
-CHUNK = 32
-"""Tokens a chunk."""
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
 TOGETHER = 4
@@ -37,9 +35,6 @@ UNEVEN = 5
 many. Of eight an H200 took 3 % longer forward and backward."""
 PARTS = 2**28
 """Bytes of what they leave, in a call."""
-KEPT = 3 * SAVED_STATES
-"""Bytes that a call's chunks leave for its backward, or a backward holds at a time: 4 % of the smallest Hopper GPU's
-memory. Not a share of what is free, which the host would wait for and which changes from call to call."""
 ARGUMENTS = "16Q12if4x"
 SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
@@ -180,17 +175,8 @@ class GDNCall:
         """Room for the state of every piece."""
         return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
 
-    def kept(self, heads: int) -> KeptChunks:
-        """Room for what a backward wants of chunks."""
-        shape, bf16 = (self.chunks, heads), torch.bfloat16
-        return KeptChunks(
-            self.new(*shape, HEAD, HEAD, dtype=bf16),
-            self.new(*shape, CHUNK, HEAD, dtype=bf16),
-            self.new(*shape, 2, CHUNK, CHUNK, dtype=bf16),
-        )
-
     def launch(
-        self, kernel: CudaKernel, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
+        self, kernel: CudaKernel, heads: range, o: Tensor | None, states: States,
         kept: KeptChunks | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
     ) -> None:  # fmt: skip
         """`states`: those it begins with and those it ends with (gradients, backward)."""
@@ -207,56 +193,36 @@ class GDNCall:
         )  # fmt: skip
 
 
-def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
-    """Whether a forward leaves what a backward wants, or that makes it again."""
-    B, T, H = inputs.v.shape[:3]
-    return group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
-
-
 def group(chunks: int, heads: int) -> int:
-    """Heads at a time whose chunks' states are held: groups of about one size."""
-    most = max(1, KEPT // (chunks * 2 * (HEAD * HEAD + CHUNK * HEAD + 2 * CHUNK * CHUNK)))
-    return cdiv(heads, math.ceil(heads / most))
+    """Heads at a time whose chunks are held."""
+    return heads_at_a_time(chunks, heads, HEAD * HEAD + CHUNK * HEAD + 2 * CHUNK * CHUNK)
 
 
-def forward(
-    inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, KeptChunks | None]:
-    """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
-    what `gradients` take."""
-    H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale)
-    o, leaving = torch.empty_like(call.inputs.v), call.states() if final else None
-    kept = call.kept(H) if keep else None
-    entering = None if S0 is None else aligned(S0)
-    call.launch(forward_kernel(keep, *call.defines), range(H), o, (entering, leaving), kept or (None,) * 3)
-    return o, None if leaving is None else by_row(leaving, inputs.v.shape[0]), kept
+def _room(call: GDNCall, heads: int) -> KeptChunks:
+    shape, bf16 = (call.chunks, heads), torch.bfloat16
+    return KeptChunks(
+        call.new(*shape, HEAD, HEAD, dtype=bf16),
+        call.new(*shape, CHUNK, HEAD, dtype=bf16),
+        call.new(*shape, 2, CHUNK, CHUNK, dtype=bf16),
+    )
 
 
-def gradients(
-    inputs: Inputs,
-    cu: Tensor | None,
-    scale: float,
-    S0: Tensor | None,
-    do: Tensor,
-    dS_end: Tensor | None,
-    kept: KeptChunks | None,
-) -> tuple[Inputs, Tensor]:
-    """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
-    made again, as many heads at a time as `KEPT` bytes hold."""
-    (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
-    call = GDNCall.of(inputs, cu, scale)
-    do = aligned(do.to(torch.bfloat16))
-    S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
-    dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
-    g, dbeta, dS0 = call.inputs.g, call.new(B, T, H), call.states()
-    dg = None if g is None else torch.empty_like(g)
-    each = H if kept is not None else group(call.chunks, H)
-    room = call.kept(each) if kept is None else kept
-    for first in range(0, H, each):
-        heads = range(first, min(first + each, H))
-        if kept is None:
-            call.launch(forward_kernel(True, *call.defines), heads, torch.empty_like(call.inputs.v), (S0, None), room)
-        call.launch(backward_kernel(*call.defines), heads, None, (dS_end, dS0), room, (do, dq, dk, dv, dg, dbeta))
-    if HK != H:
-        dq, dk = (summed(x, HK, x.dtype) for x in (dq, dk))
-    return Inputs(dq, dk, dv, dg, dbeta), by_row(dS0, B)
+def _run(call: GDNCall, heads: range, o: Tensor | None, states: States, kept: KeptChunks | None) -> None:
+    o = torch.empty_like(call.inputs.v) if o is None else o
+    call.launch(forward_kernel(kept is not None, *call.defines), heads, o, states, kept or (None,) * 3)
+
+
+def _back(call: GDNCall, heads: range, states: States, kept: KeptChunks, do: Tensor, to: Inputs) -> None:
+    call.launch(backward_kernel(*call.defines), heads, None, states, kept, (do, *to.qkv, to.g, to.beta))
+
+
+def _results(call: GDNCall) -> Inputs:
+    v, g = call.inputs.v, call.inputs.g
+    dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
+    return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g), call.new(*v.shape[:3]))
+
+
+LAUNCHES = SpanLaunches(
+    lambda *of: GDNCall.of(*of), _room, lambda chunks, heads: group(chunks, heads), _run, _back, _results
+)
+keeps, forward, gradients = LAUNCHES.keeps, LAUNCHES.forward, LAUNCHES.gradients

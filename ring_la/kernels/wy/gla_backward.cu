@@ -50,8 +50,6 @@ struct BackArgs {
   void* dg;        // like g
 };
 
-INLINE int piece_end(const Args& a, const Span& x) { return a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T; }
-
 // -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
 
 // Ask for the rows of 32 tokens from t on; those from `end` on are zero. v and P only for the span's `own`.
@@ -154,25 +152,6 @@ INLINE void fetch(const BackArgs& b, const Span& x, int h, int own, u32 base, in
 
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ------------------
 
-// sum_V S dS of 16 channels of K from chunk kc on: those of rows lane / 4 and 8 more
-template <bool FP16> INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2;
-  float y[2][4] = {};
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    u32 p[4], q[4];
-    ldm_trans(p, state + state_place(ks * 16 + rb, kc + cb));
-    ldm_trans(q, adjoint + state_place(ks * 16 + rt, kc + ct));
-    mma<FP16>(y[0], p, q[0], q[1]); mma<FP16>(y[1], p, q[2], q[3]);
-  }
-  const int from = (lane & ~3) | (r >> 1);
-  const float a0 = __shfl_sync(~0u, y[0][0], from), a1 = __shfl_sync(~0u, y[0][1], from);
-  const float b0 = __shfl_sync(~0u, y[1][2], from), b1 = __shfl_sync(~0u, y[1][3], from);
-  out[0] = r & 1 ? a1 : a0;
-  out[1] = r & 1 ? b1 : b0;
-}
-
 // Sums over tokens to the right and including: x of tokens 8 i + 2 t and one more, i of four, of lane t of four
 INLINE void sum_from_right(float (&x)[8], int t) {
   float later = 0.f;
@@ -226,19 +205,9 @@ INLINE void hard_pairs(float (&A)[16], float (&B)[16], const Args& a, int t, int
 
 // What pairs of dP with qi and ki (at chunk kc of their channels) give: A to q's tokens, B to k's
 template <bool FP16>
-INLINE void add_pairs(float (&A)[16], float (&B)[16], const u32 (&q)[2][4], const u32 (&k)[2][4], u32 at, int lane) {
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int jb = 0; jb <= m; jb++) {
-      u32 p[4];
-      ldm(p, at + OFF_DP + pair_place(16 * m + rb, 2 * jb + cb));
-      mma<FP16>(A + 8 * m, k[jb], p[0], p[1]); mma<FP16>(A + 8 * m + 4, k[jb], p[2], p[3]);
-      ldm_trans(p, at + OFF_DP + pair_place(16 * m + rt, 2 * jb + ct));
-      mma<FP16>(B + 8 * jb, q[m], p[0], p[1]); mma<FP16>(B + 8 * jb + 4, q[m], p[2], p[3]);
-    }
+INLINE void add_key_pairs(float (&A)[16], float (&B)[16], const u32 (&q)[2][4], const u32 (&k)[2][4], u32 at, int lane) {
+  add_pairs<FP16>(A, k, at + OFF_DP, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+  add_pairs_back<FP16>(B, q, at + OFF_DP, (lane & 7) + (((lane >> 3) & 1) << 3), lane >> 4);
 }
 
 // The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S'^T; Z: V dS'^T, of which `cy` and `cz` make what pairs
@@ -255,7 +224,7 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], flo
     ldm_trans(k[m], at + OFF_K + tile_place(16 * m + rb, kc + cb));
   }
   float A[16] = {}, B[16] = {};
-  if (FP16 || !hard) add_pairs<FP16>(A, B, q, k, at, lane);
+  if (FP16 || !hard) add_key_pairs<FP16>(A, B, q, k, at, lane);
   else hard_pairs(A, B, a, t, end, h, kc, at, lane);
   const float by_y = lds(numbers + 24) * a.scale, by_w = lds(numbers + 28), by_g = lds(numbers + 32);
 #pragma unroll
@@ -358,14 +327,7 @@ INLINE void step(float (&S)[16][4], const BackArgs& b, const Chunk& x, float by,
 #pragma unroll
       for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + ct));
     }
-    u32 p[4];
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-      for (int jp = 0; jp <= m; jp++) {
-        ldm_trans(p, at + OFF_P + pair_place(16 * m + rt, 2 * jp + ct));
-        mma<FP16>(L + 8 * jp, dout[m], p[0], p[1]); mma<FP16>(L + 8 * jp + 4, dout[m], p[2], p[3]);
-      }
+    add_pairs_back<FP16>(L, dout, at + OFF_P, rt, ct);
     wg_wait(X);
     const float by_dv = lds(x.numbers + 20), cx = FP16 ? 0.25f * cz : 1.f;
 #pragma unroll

@@ -168,37 +168,14 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
-#if KEEP
-// The state, of which `f` are this warp's rows, as the backward reads it, by the copy engine from 4 KB of shared memory
-INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lane) {
-  const int row = (lane & 7) + (((lane >> 3) & 1) << 3), col = lane >> 4;
-  if (lane == 0) copied_out();
-  __syncwarp();
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) stm(f[ks], stage + (ks >> 2) * 2048 + row * 128 + swz(row, (2 * ks + col) & 7));
-  proxy_fence();
-  __syncwarp();
-  if (lane == 0) {
-    copy_out(to + w * 2048, stage, 2048);
-    copy_out(to + 16384 + w * 2048, stage + 2048, 2048);
-    copy_out_all();
-  }
-}
-#endif
-
 // O, what the state gives a chunk by rows of V, and what its pairs give, to memory, times `by`
 template <bool FP16> INLINE void finish(float (&O)[16], const Args& a, u32 at, float by, int t, int end, int h, int w, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  u32 p[4], v[2][4];
+  u32 v[2][4];
 #pragma unroll
   for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, w * 2 + cb));
-  ldm(p, at + OFF_P + pair_place(rb, cb));
-  mma<FP16>(O, v[0], p[0], p[1]); mma<FP16>(O + 4, v[0], p[2], p[3]);
-  ldm(p, at + OFF_P + pair_place(16 + rb, cb));
-  mma<FP16>(O + 8, v[0], p[0], p[1]); mma<FP16>(O + 12, v[0], p[2], p[3]);
-  ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
-  mma<FP16>(O + 8, v[1], p[0], p[1]); mma<FP16>(O + 12, v[1], p[2], p[3]);
+  add_pairs<FP16>(O, v, at + OFF_P, rb, cb);
 #pragma unroll
   for (int m = 0; m < 2; m++) {
     u32 f[4];

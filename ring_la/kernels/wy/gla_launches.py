@@ -8,7 +8,6 @@ before it.
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +16,10 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
-from ring_la.kernels.runtime.launch import aligned
-from ring_la.kernels.spans.heads import summed
-from ring_la.kernels.spans.table import cdiv
 from ring_la.kernels.wy import gdn_launches
-from ring_la.kernels.wy.gdn_launches import CHUNK, GDNCall
-from ring_la.kernels.wy.kda_launches import HEAD, by_row
+from ring_la.kernels.wy.gdn_launches import GDNCall
+from ring_la.kernels.wy.kda_launches import HEAD
+from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
 ARGUMENTS = "13Q9if"
 PAIRS = CHUNK * CHUNK + 8
@@ -70,28 +67,19 @@ def backward_kernel(gate: str) -> CudaKernel:
 
 
 def group(chunks: int, heads: int) -> int:
-    """Heads at a time whose chunks' states are held: groups of about one size."""
-    most = max(1, gdn_launches.KEPT // (chunks * 2 * (HEAD * HEAD + PAIRS)))
-    return cdiv(heads, math.ceil(heads / most))
+    """Heads at a time whose chunks are held."""
+    return heads_at_a_time(chunks, heads, HEAD * HEAD + PAIRS)
 
 
-def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
-    """Whether a forward leaves what a backward wants, or that makes it again."""
-    B, T, H = inputs.v.shape[:3]
-    return group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
-
-
-def _kept(call: GDNCall, heads: int) -> KeptPairs:
-    """Room for what a backward wants of chunks."""
+def _room(call: GDNCall, heads: int) -> KeptPairs:
     shape, bf16 = (call.chunks, heads), torch.bfloat16
     return KeptPairs(call.new(*shape, HEAD, HEAD, dtype=bf16), call.new(*shape, PAIRS, dtype=bf16))
 
 
 def _launch(
-    call: GDNCall, kernel: CudaKernel, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
+    call: GDNCall, kernel: CudaKernel, heads: range, o: Tensor | None, states: States,
     kept: KeptPairs | tuple[None, None], further: tuple[Tensor | None, ...] = (),
 ) -> None:  # fmt: skip
-    """`states`: those it begins with and those it ends with (gradients, backward)."""
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
     table = None if call.runs is None else call.runs.table
@@ -103,43 +91,21 @@ def _launch(
     )  # fmt: skip
 
 
-def forward(
-    inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, KeptPairs | None]:
-    """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
-    what `gradients` take."""
-    H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale, evenly)
-    o, leaving = torch.empty_like(call.inputs.v), call.states() if final else None
-    kept = _kept(call, H) if keep else None
-    entering = None if S0 is None else aligned(S0)
-    _launch(call, forward_kernel(keep, _define(call)), range(H), o, (entering, leaving), kept or (None, None))
-    return o, None if leaving is None else by_row(leaving, inputs.v.shape[0]), kept
+def _run(call: GDNCall, heads: range, o: Tensor | None, states: States, kept: KeptPairs | None) -> None:
+    _launch(call, forward_kernel(kept is not None, _define(call)), heads, o, states, kept or (None, None))
 
 
-def gradients(
-    inputs: Inputs,
-    cu: Tensor | None,
-    scale: float,
-    S0: Tensor | None,
-    do: Tensor,
-    dS_end: Tensor | None,
-    kept: KeptPairs | None,
-) -> tuple[Inputs, Tensor]:
-    """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
-    made again, as many heads at a time as `gdn_launches.KEPT` bytes hold."""
-    (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
-    call = GDNCall.of(inputs, cu, scale, evenly)
-    do = aligned(do.to(torch.bfloat16))
-    S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
-    dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
-    dg, dS0 = None if call.inputs.g is None else torch.empty_like(call.inputs.g), call.states()
-    each = H if kept is not None else group(call.chunks, H)
-    room = _kept(call, each) if kept is None else kept
-    for first in range(0, H, each):
-        heads = range(first, min(first + each, H))
-        if kept is None:
-            _launch(call, forward_kernel(True, _define(call)), heads, None, (S0, None), room)
-        _launch(call, backward_kernel(_define(call)), heads, None, (dS_end, dS0), room, (do, dq, dk, dv, dg))
-    if HK != H:
-        dq, dk = (summed(x, HK, x.dtype) for x in (dq, dk))
-    return Inputs(dq, dk, dv, dg), by_row(dS0, B)
+def _back(call: GDNCall, heads: range, states: States, kept: KeptPairs, do: Tensor, to: Inputs) -> None:
+    _launch(call, backward_kernel(_define(call)), heads, None, states, kept, (do, *to.qkv, to.g))
+
+
+def _results(call: GDNCall) -> Inputs:
+    v, g = call.inputs.v, call.inputs.g
+    dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
+    return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g))
+
+
+LAUNCHES = SpanLaunches(
+    lambda *of: GDNCall.of(*of, evenly), _room, lambda chunks, heads: group(chunks, heads), _run, _back, _results
+)
+keeps, forward, gradients = LAUNCHES.keeps, LAUNCHES.forward, LAUNCHES.gradients

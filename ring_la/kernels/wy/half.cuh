@@ -109,14 +109,6 @@ INLINE void decay_to_end(float (&S)[16][4], u32 at, int lane) {
   }
 }
 
-// The registers of a state as a left operand
-template <bool FP16> INLINE void as_operand(u32 (&f)[8][4], const float (&S)[16][4]) {
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      f[ks][i] = pack<FP16>(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
-}
 // x in fp16 times a power of two
 INLINE void times(u32 (&x)[4], float by) {
   const u32 two = pack<true>(by, by);

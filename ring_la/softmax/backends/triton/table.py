@@ -24,10 +24,10 @@ FORWARD = {64: TileSettings(64, 128, 4, 2), 128: TileSettings(128, 64, 4, 2), 25
 BACKWARD_KEYS = {64: TileSettings(128, 64, 4, 2), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 32, 4, 2)}
 BACKWARD_QUERIES = {64: TileSettings(64, 64, 4, 3), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 64, 4, 2)}
 
-# The same of the kernels of spans, of benchmarks.tuning.spans; other widths go to the kernels above.
-SPANS_FORWARD = {128: TileSettings(128, 64, 4, 2)}
-SPANS_KEYS = {128: TileSettings(64, 64, 4, 2)}
-SPANS_QUERIES = {128: TileSettings(128, 64, 8, 3)}
+# The same of the kernels of spans, of benchmarks.tuning.spans (packed documents, then causal).
+SPANS_FORWARD = {64: TileSettings(64, 64, 4, 2), 128: TileSettings(128, 64, 4, 2), 256: TileSettings(128, 64, 8, 2)}
+SPANS_KEYS = {64: TileSettings(64, 64, 4, 2), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 64, 8, 2)}
+SPANS_QUERIES = {64: TileSettings(64, 64, 4, 3), 128: TileSettings(128, 64, 8, 3), 256: TileSettings(64, 32, 4, 3)}
 
 
 def settings(table: dict[int, TileSettings], width: int, dtype: torch.dtype) -> TileSettings:
