@@ -34,8 +34,8 @@ def check(
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_is_whole(ranks, strategy, documents, P):
-    some = documents in ("dense", "packed") and P in (3, 4)
-    features = tuple(FEATURES) if some else ("two for one", "full", "all", "all rear")
+    whole = (documents, P) in (("dense", 4), ("packed", 3))
+    features = tuple(FEATURES) if whole else ("two for one", "full", "all", "all rear")
     bad = ranks.run(P, check, P, strategy, documents, features)
     assert not any(bad), bad
 

@@ -33,7 +33,8 @@ import tests.support.without_fla  # noqa: F401
 SIZE = 4
 HANG = 90.0
 """Seconds one call may take."""
-OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training", "torch._dynamo", "diffusers",
+OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training", "ring_la.serving.engine",
+         "ring_la.integrations.transformers", "ring_la.integrations.diffusers", "torch._dynamo", "diffusers",
          "transformers.modeling_utils")  # fmt: skip
 """What ranks import, each for itself unless the process they are forked from has: of it, what a run's tests import."""
 
