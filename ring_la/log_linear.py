@@ -163,7 +163,7 @@ def _run(
         o = torch.cat([wide.v[:, :0], *(within(cut(wide, run), run.position) for run in every)], 1)
     if state is not None:
         state = state.to(dtype) if layout is None else Replicated.apply(state.to(dtype), layout.cp.comm)
-        state = with_rows(state, packed)  # type: ignore[arg-type]
+        state = with_rows(state, packed)
     more, ends = None, None
     if layout is not None:
         longest = max(b - a + n for a, b, n in zip(layout.cu_seqlens, layout.cu_seqlens[1:], seen))

@@ -65,8 +65,8 @@ class Question:
 
 
 def launched(forgets: bool) -> Question:
-    """GLA in chunks, which is today's, and in one launch each way. Of gates that do not forget, every fourth head's."""
-    case, arm = CASES["gla"], ((one_launch, "GLA_BY_LAUNCH", True),)
+    """GLA in one launch each way, which is today's, and in chunks. Of gates that do not forget, every fourth head's."""
+    case, arm = CASES["gla"], ((one_launch, "GLA_BY_LAUNCH", False),)
 
     def draw(shape: Shape, device: str) -> Inputs:
         x = inputs(case, shape, device)
@@ -76,7 +76,7 @@ def launched(forgets: bool) -> Question:
         return x | {"g": g.requires_grad_()}
 
     shapes = ("1x32768x32x128", "1x32768x8x128", "1x8192x32x128", "1x2048x32x128", "8x4096x16x128")
-    arms = Arm("today", case.ours), Arm("one launch", case.ours, arm)
+    arms = Arm("today", case.ours), Arm("chunks", case.ours, arm)
     return Question(draw, case.truth, arms, shapes if forgets else shapes[:2])
 
 

@@ -23,6 +23,8 @@ WAVES = 2
 """Programs a multiprocessor that sequences are cut into."""
 LEAST = 256
 """Keys of the shortest part that is worth a program."""
+MERGED = 64
+"""Channels of a program that merges parts."""
 WIDE = 256
 """Channels of a key from which tiles are others."""
 
@@ -127,10 +129,9 @@ def decode_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tu
         BV=max(16, triton.next_power_of_2(value)), SAME=v is None, CAPPED=softcap > 0,
         PRECISION="ieee" if wide else "tf32", num_warps=warps, num_stages=stages, tensors="any",
     )  # fmt: skip
-    BV = min(64, max(16, triton.next_power_of_2(value)))
     launch(
-        _merge, (N * H, -(-value // BV)), parts, lses, out, lse, splits, H, value,
-        BS=triton.next_power_of_2(splits), BV=BV, num_warps=4, num_stages=1, tensors="any",
+        _merge, (N * H, -(-value // MERGED)), parts, lses, out, lse, splits, H, value,
+        BS=triton.next_power_of_2(splits), BV=MERGED, num_warps=4, num_stages=1, tensors="any",
     )  # fmt: skip
     return out, lse
 

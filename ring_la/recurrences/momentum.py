@@ -158,13 +158,13 @@ def _parts(
     last = (x[..., -1, :, None] for x in (gamma, D))
     back, on = (written * x for x in last)
     writes = torch.cat([-back, on], -1).mT
-    ends = (x[..., -1, 0] for x in (a, b, m))
+    a_end, b_end, m_end = (x[..., -1, 0] for x in (a, b, m))
     return MomentumChunks(
         asked=asked,
         known=known,
         read=torch.cat([a * q, -b * q], -1),
         within=(q @ written.mT) * gamma,
-        map=_kept(*ends, K) + writes @ asked,
+        map=_kept(a_end, b_end, m_end, K) + writes @ asked,
         added=-(writes @ known),
     )
 
