@@ -23,18 +23,30 @@ def tokens(B: int, T: int = T) -> dict[str, torch.Tensor]:
     return {n: t.requires_grad_() for n, t in x.items()}
 
 
-def both_ways(function, x, do, **keywords):
-    o = function(**x, **keywords).o
-    return [o, *torch.autograd.grad(o, list(x.values()), do)]
+def both_ways(function, x, do, dS=None, **keywords):
+    """Outputs and gradients, with `dS` those of the levels before and after documents, too."""
+    out, given = function(**x, output_final_state=dS is not None, **keywords), list(x.values())
+    if dS is None:
+        return [out.o, *torch.autograd.grad(out.o, given, do)]
+    given.append(keywords["initial_state"])
+    return [*out, *torch.autograd.grad(out, given, (do, dS))]
+
+
+def levels_before(cu):
+    """Levels before documents, those without tokens drawn too, and what is asked of those after."""
+    rng = torch.Generator().manual_seed(2)
+    state, dS = torch.randn(2, 2 if cu is None else len(cu) - 1, 2, LEVELS, 3, 4, generator=rng, dtype=torch.float64)
+    return dict(initial_state=state.requires_grad_(), first=5 if cu is None else (3, 0, 6, 1, 11)), dS
 
 
 @pytest.mark.parametrize("cu", [None, CU])
 def test_one_device_is_the_token_loop(cu):
     x = tokens(1 if cu else 2)
-    do = torch.randn_like(x["v"])
+    do, (states, dS) = torch.randn_like(x["v"]), levels_before(cu)
     keywords = dict(scale=0.3, cu_seqlens=None if cu is None else torch.tensor(cu))
-    got = both_ways(ring_la.log_linear_attention, x, do, **keywords)
-    assert max(map(error, got, both_ways(reference.log_linear_attention, x, do, **keywords))) < 1e-12
+    for more in (keywords, keywords | states | {"dS": dS}):
+        got = both_ways(ring_la.log_linear_attention, x, do, **more)
+        assert max(map(error, got, both_ways(reference.log_linear_attention, x, do, **more))) < 1e-12
 
 
 def test_equal_weights_are_a_decayed_sum():
@@ -53,10 +65,16 @@ def split(rank: int, T: int, kind: str, cu: tuple[int, ...] | None, scan: str) -
     layout = cp.layout(T, kind, cu_seqlens=cu)
     x = tokens(1 if cu else 2, T)
     do = torch.randn(x["v"].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    want = both_ways(reference.log_linear_attention, x, do, cu_seqlens=cu)
     local = {n: layout.shard(t.detach()).requires_grad_() for n, t in x.items()}
-    got = both_ways(ring_la.log_linear_attention, local, layout.shard(do), layout=layout)
-    return [error(a, layout.shard(b.detach())) for a, b in zip(got, want) if a.numel()]
+    states, dS = levels_before(cu)
+    errors = []
+    for more in ({}, states | {"dS": dS}):
+        want = both_ways(reference.log_linear_attention, x, do, cu_seqlens=cu, **more)
+        more |= {"dS": dS / cp.size} if more else {}  # what comes in on ranks is summed
+        got = both_ways(ring_la.log_linear_attention, local, layout.shard(do), layout=layout, **more)
+        mine = [b.detach() if a.shape == b.shape else layout.shard(b.detach()) for a, b in zip(got, want)]
+        errors += [error(a, b) for a, b in zip(got, mine) if a.numel()]
+    return errors
 
 
 @pytest.mark.parametrize(

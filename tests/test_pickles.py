@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 AMONG_RANKS = {
     "ring_la/training/checkpoint.py": {"broadcast_object_list"},
     "ring_la/integrations/transformers/trainer.py": {"all_gather_object"},
+    "ring_la/integrations/transformers/weights/parts.py": {"all_gather_object"},
     "ring_la/integrations/diffusers/pipeline.py": {"broadcast_object_list"},
     "examples/train_hybrid.py": {"broadcast_object_list", "all_gather_object"},
     "examples/train_demo.py": {"broadcast_object_list"},

@@ -308,7 +308,7 @@ def test_what_cannot_work_is_not_retried(tmp_path):
         (["--data.source=nowhere"], "data.source: expected a file or a folder"),
         (["--model.layers=[banana]"], "layers: expected names out of"),
         (["--model.num_heads=3"], "num_heads: expected a divisor of 128"),
-        (["--memory.recompute=[banana]"], "kinds: expected 'mlp', 'block', 'norm' or names out of"),
+        (["--memory.recompute=[banana]"], "memory.recompute: expected mlp, block, norm or names out of"),
         (["--run.folder=FOLDER", "--model.dim=64"], "run.folder: expected a folder of its own .* dim=64"),
         ([], ""),
     ],
