@@ -23,6 +23,7 @@ def make(without: tuple[str, ...] = WHOLE) -> HybridLM:
         "mamba3": {"state_dim": 4},
         "gsa": {"slots": 4},
         "log_linear_mamba2": {"state_dim": 4, "levels": 12},
+        "mesa_net": {"steps": 3},  # each an exchange
     }
     kinds = [name for name in LAYERS if name not in without]
     model = HybridLM(HybridConfig(19, 16, kinds, 4, options=options)).double()
