@@ -38,12 +38,12 @@ def log_linear_attention(
     seen = first if isinstance(first, tuple) else (first,) * N
     if len(seen) != N or (cu_seqlens is None and len(set(seen)) > 1) or (initial_state is None and any(seen)):
         raise ArgumentError("first", f"an int, or {N} of them, 0 without an initial_state", repr(first))
-    scale = K**-0.5 if scale is None else scale
+    factor = K**-0.5 if scale is None else scale
     q, k = (x.double().repeat_interleave(H // x.shape[2], 2) for x in (q, k))
     outputs, after = [v.new_zeros(B, 0, H, V, dtype=torch.float64)], []
     for d, start in zip(rows, seen):
         tokens = [x[d.rows, d.tokens].double() for x in (q, k, v, g, lam)]
-        o, S = _document(tokens, before[d.states].double(), start, scale)
+        o, S = _document(tokens, before[d.states].double(), start, factor)
         outputs.append(o)
         after.append(S)
     return LinearAttentionOutput(torch.cat(outputs, 1), torch.cat(after) if output_final_state else None)
