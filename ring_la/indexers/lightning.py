@@ -32,6 +32,8 @@ NUMBERS = 1 << 24
 """Numbers of chosen keys that exist at once in the loss, on a CPU."""
 ON_GPUS = 1 << 28
 """The same on a GPU, which many small strips would leave idle."""
+WIDEST = 128
+"""Channels of an index key up to which the kernel has run."""
 
 
 @torch.no_grad()
@@ -53,7 +55,7 @@ def lightning_index(
         layout: how the sequence is split; index keys go to every rank. Collective.
         cu_seqlens: documents on one device.
         backend: what forms scores: "triton", one kernel on CUDA, or "torch". None: "triton" on GPUs where it is
-            installed, but for fp64.
+            installed, but for fp64 and more than 128 channels.
 
     Returns:
         Chosen(places int32 ``[B, T, 1, topk]``, scores ``[B, T, 1, topk]``), as `sparse_attention` and `mla` take them.
@@ -72,7 +74,8 @@ def lightning_index(
     given: Given = dict(q=(q, 4), k=(k, 3), w=(w, 3))
     checked("lightning_index", given, (layout, cu_seqlens), check, topk=topk)
     rows, form, formed = Rows.of(q, layout, cu_seqlens, k if layout is None else None), index_scores, q.shape[2]
-    if backend == "triton" or (backend is None and q.is_cuda and triton_installed() and q.dtype != torch.float64):
+    narrow = q.dtype != torch.float64 and q.shape[3] <= WIDEST
+    if backend == "triton" or (backend is None and q.is_cuda and triton_installed() and narrow):
         from .scores_kernel import scores as form  # needs Triton
 
         formed = 1  # heads are summed where they are formed

@@ -25,8 +25,9 @@ from .columns import Columns, by_products
 from .decode import merged
 from .slabs import KeySize
 
-WIDEST = 512
-"""Channels of a key that the kernel takes."""
+WIDEST = 1152
+"""Bytes of a head's key and value, channels rounded up to powers of two, that the kernel has room for: more would not
+fit a multiprocessor's shared memory."""
 
 
 class StaticRows:
@@ -198,10 +199,15 @@ class StaticKeys:
 
 def _read(q: Tensor, keys: Columns, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     """What this rank's keys give, by the kernel where it can."""
-    k = keys.k
-    dtypes = q.dtype == k.dtype and k.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    if not (k.is_cuda and triton_installed() and dtypes and k.shape[3] <= WIDEST) or traced(k):
+    if not (q.is_cuda and triton_installed() and fits_kernel(q, keys)) or traced(q):
         return by_products(q, keys, scale, softcap)
     from .decode_kernel import decode_columns  # needs Triton
 
     return decode_columns(q, keys, scale, softcap)
+
+
+def fits_kernel(q: Tensor, keys: Columns) -> bool:
+    """Whether the kernel has the dtype and the sizes."""
+    dtypes = q.dtype == keys.k.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    read = sum(1 << (x.shape[3] - 1).bit_length() for x in (keys.k, keys.v, keys.k2) if x is not None)
+    return dtypes and read * q.element_size() <= WIDEST

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ring_la.keystore.columns import by_products
+from ring_la.keystore.static import fits_kernel
 from tests.support.columns import Shape, draw, in_full
 from tests.support.interpreter import compute_bf16, interpreted
 
@@ -33,3 +34,17 @@ def test_every_way_is_the_sum(case: str, softcap: float, monkeypatch: pytest.Mon
         o, lse = way(q, keys, 0.3, softcap)
         torch.testing.assert_close(o.double(), want[0], atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(lse.double(), want[1], atol=2e-5, rtol=2e-5)
+
+
+def test_the_kernel_is_asked_for_what_it_has_room_for() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for K, V, R, dtype, fits in (
+        (256, 256, 0, bf16, True),
+        (512, 512, 64, bf16, True),
+        (128, 128, 0, fp32, True),
+        (288, 288, 0, bf16, False),
+        (256, 256, 0, fp32, False),
+        (512, 512, 64, fp32, False),
+        (64, 64, 0, torch.float64, False),
+    ):
+        assert fits_kernel(*draw(Shape(1, 1, 1, 8, K, V, R, dtype), DEVICE)) == fits, (K, V, R, dtype)
