@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..blockwise import by_block
 from ..errors import UnsupportedError
-from ..linear.in_order import DocumentRun, in_order
+from ..linear.in_order import in_order
+from ..linear.stretches import DocumentRun
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument, state_dtype_of

@@ -27,7 +27,8 @@ from .. import reference
 from ..blockwise import by_block, fixed
 from ..errors import ArgumentError, UnsupportedError
 from ..kernels.gradient_steps.mini_batches import mini_batches, unsupported
-from ..linear.in_order import DocumentRun, in_order
+from ..linear.in_order import in_order
+from ..linear.stretches import DocumentRun
 from ..outputs import LinearAttentionOutput
 from .arguments import Argument
 from .definition import CommonOptions

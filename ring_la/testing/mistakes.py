@@ -56,10 +56,9 @@ def _where(when: Callable[[ChainPass, int], bool], gives: Callable[[ChainPass, i
     return lambda run, i, right: gives(run, i, right) if when(run, i) else right
 
 
-def _left_by(run: ChainPass, i: int, piece: int, wrote: bool = False) -> Tensor | None:
+def _left_by(run: ChainPass, i: int, piece: int) -> Tensor | None:
     """The state that a piece has left so far, where it fits piece i; None: no such piece yet."""
-    states = run.wrote if wrote else run.left
-    return states[piece] if 0 <= piece < min(i, len(states)) else None
+    return run.left[piece] if 0 <= piece < min(i, len(run.left)) else None
 
 
 def _of_states(case: Case) -> Named:

@@ -204,7 +204,3 @@ class SplitPlacement:
             ends = [b - a for a, b in zip(cu, cu[1:])]
             self._joint[where, count] = Joint.of(where, count, rows, ends, self.kv_layout.seq_len)
         return self._joint[where, count]
-
-
-Placement = WholePlacement | SplitPlacement
-"""What a call is planned from: rank, rows, keys, strides, joint keys, and the axes of a split."""
