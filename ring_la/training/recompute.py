@@ -95,7 +95,7 @@ def attention_kept() -> Contexts:
 
 
 def in_chunks(mix_channels: Callable[..., MoEOutput], chunk: int, x: Tensor, **keywords: Any) -> MoEOutput:
-    """`mix_channels` over at most `chunk` tokens of ``x [B, T, D]`` at a time, each computed again for its backward pass.
+    """`mix_channels` over at most `chunk` tokens of ``x [B, T, D]`` at a time, each computed again for its gradients.
 
     Where a whole block is computed again, what its chunks take is all that is needed: each is then computed for its own
     backward pass.
