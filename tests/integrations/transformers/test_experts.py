@@ -140,3 +140,16 @@ def sharded(rank: int) -> None:
 def test_experts_that_nothing_is_gathered_of_are_left_alone(ranks):
     """On one replica a rank's experts are whole, with whole gradients: FSDP2 would copy both."""
     ranks.run(4, sharded)
+
+
+@pytest.mark.parametrize(("name", "ours"), [("qwen3_5_moe", True), ("qwen3_next", True), ("gpt_oss", False)])
+def test_gates_are_the_library_s(name, ours, monkeypatch):
+    """A SwiGLU goes by our operator; a class with a gate of its own keeps it."""
+    from ring_la.integrations.transformers import experts
+
+    module = next(m for m in make(name).modules() if experts.is_experts(m))
+    calls, fused = [], experts.swiglu
+    monkeypatch.setattr(experts, "swiglu", lambda h: (calls.append(1), fused(h))[1])
+    h = torch.randn(5, 12, dtype=torch.float64)
+    torch.testing.assert_close(experts.ExpertProducts(module)._gated(h), module._apply_gate(h))
+    assert bool(calls) == ours
