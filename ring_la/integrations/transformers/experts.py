@@ -97,7 +97,10 @@ class ExpertProducts:
 
     def _gated(self, h: Tensor) -> Tensor:
         e = self.experts
-        if type(e)._apply_gate.__name__ == "_default_apply_gate" and type(e.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+        if type(e)._apply_gate.__name__ == "_default_apply_gate" and type(e.act_fn).__name__ in (
+            "SiLU",
+            "SiLUActivation",
+        ):
             return swiglu(h)
         return e._apply_gate(h)
 
