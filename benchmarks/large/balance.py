@@ -27,7 +27,6 @@ from .. import script
 from .bench import SHAPES, TINY
 from .documents import long_tailed
 
-
 POOL = 16
 """Steps whose documents `BalancedSequences` packs together, and the mix has as many more."""
 
