@@ -6,10 +6,10 @@
     pytest -m gpu tests/gpu/test_nccl.py --gpu-ranks 4              # the ranks share the GPUs there are: as right, slow
 
 ``@pytest.mark.gpu(needs=N)`` is a test on N GPUs (1; 0 for one that compiles without any), skipped where fewer are
-there; ranks of the pool (`gpu_ranks`) may share GPUs, with ``--gpu-ranks``. With ``-n`` workers have GPUs of their own as
-far as they go round, and share them beyond that. Without ``-m gpu`` the folder is not even read. The report has a row a
-test: its outcome, its seconds and what it recorded with `record_property`; it is written as rows come, so that a run cut
-off still counts.
+there; ranks of the pool (`gpu_ranks`) may share GPUs, with ``--gpu-ranks``. With ``-n`` workers have GPUs of their
+own as far as they go round, and share them beyond that. Without ``-m gpu`` the folder is not even read. The report
+has a row a test: its outcome, its seconds and what it recorded with `record_property`; it is written as rows come,
+so that a run cut off still counts.
 """
 
 from __future__ import annotations
