@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.interpreter import interpreted
+from tests.support.interpreter import compute_bf16, interpreted
 from tests.support.momentum_cases import errors
 
 interpreted()
@@ -24,5 +24,6 @@ def test_kernels_are_the_plain_form(case):
 
 
 def test_kernels_in_bf16():
+    compute_bf16()
     found = errors(1, 2, 64, 64, (0, 200), True, torch.bfloat16, DEVICE)
     assert max(found.values()) < 1e-2, found

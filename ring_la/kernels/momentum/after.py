@@ -8,8 +8,15 @@ from torch import Tensor
 
 from ring_la.kernels.fenwick.device import node_at, put, rows_of, state_at, tile
 from ring_la.kernels.momentum.device import (
-    SIZES, chunk, kept, kept_turned, last, number, rates_at, sum_from
-)  # fmt: skip
+    SIZES,
+    chunk,
+    kept,
+    kept_turned,
+    last,
+    number,
+    rates_at,
+    sum_from,
+)
 from ring_la.kernels.momentum.launches import ChunksCall, Given, Kept
 from ring_la.kernels.runtime.launch import launch
 

@@ -20,7 +20,7 @@ ROWS = 8
 
 
 class Given(NamedTuple):
-    """A call's tensors: q, k, p ``[B, T, H, K]`` and v ``[B, T, H, V]`` of one dtype; g, mu, beta, eta ``[B, T, H]``."""
+    """A call's tensors: q, k, p ``[B, T, H, K]``, v ``[B, T, H, V]`` of one dtype; g, mu, beta, eta ``[B, T, H]``."""
 
     q: Tensor
     k: Tensor
@@ -33,8 +33,8 @@ class Given(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward keeps: T less the identity ``[B, R, H, C, C]``, the chunks' numbers, w ``[B, T, H, V]``, and S and M
-    before each chunk ``[B, R, H, K, V]``."""
+    """What backward keeps: T less the identity ``[B, R, H, C, C]``, the chunks' numbers, w ``[B, T, H, V]``, and S and
+    M before each chunk ``[B, R, H, K, V]``."""
 
     inverse: Tensor
     rates: Tensor
