@@ -41,16 +41,17 @@ INLINE Size size_of(u32 largest, int more, int most) {
   return {e, e >= -most && e <= most};
 }
 
-// A tile of 8 KB from bf16 to fp16, times `by`, in its place
-INLINE void to_halves(u32 at, float by, int lane) {
+// A tile of 8 KB from bf16 to fp16, times `by`, in its place; `apart` as above
+INLINE void to_halves(u32 at, float by, int lane, int apart = 4096) {
 #pragma unroll 2
   for (int i = 0; i < 16; i++) {
     u32 x[4];
     float y[4];
-    lds128(x, at + i * 512 + lane * 16);
+    const u32 place = at + (i >> 3) * apart + (i & 7) * 512 + lane * 16;
+    lds128(x, place);
 #pragma unroll
     for (int j = 0; j < 4; j++) y[j] = __uint_as_float(pack<true>(lo(x[j]) * by, hi(x[j]) * by));
-    sts128(at + i * 512 + lane * 16, y);
+    sts128(place, y);
   }
 }
 
