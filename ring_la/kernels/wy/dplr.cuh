@@ -47,20 +47,39 @@ struct Powers { int a, q, k, b; };
 // The same of the state before a chunk, Y and the inverse, which the backward is told
 struct Kept { int s, y, m; };
 
-// By how much a tile of 8 KB may be multiplied, by log2, so that its elements are below 2 / 2^more; `apart` as `largest_in`
-INLINE int room(u32 from, int lane, int apart, int more = 0) {
-  const u32 most = largest_in(from, lane, apart);
+// -- two warps make a chunk, 16 of its tokens each: `half` ------------------------------------------------------------
+
+// By how much those tokens of N tiles may be multiplied, by log2, so that their elements are below 2; said at `said`, 64 bytes
+template <int N> struct Rooms { u32 from[N]; int apart[N]; };
+template <int N> INLINE void say_largest(const Rooms<N>& tiles, u32 said, int half, int lane) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const u32 most = largest_in<8>(tiles.from[i] + half * 2048 * (tiles.apart[i] == 2048 ? 2 : 1), lane, tiles.apart[i]);
+    if (lane == 0) sts32(said + half * 32 + i * 4, most);
+  }
+}
+// The same of both once both have said; 0 where all elements are
+INLINE int room(u32 said, int i, int more = 0) {
+  const u32 most = max(lds32(said + i * 4), lds32(said + 32 + i * 4));
   return most ? -size_of(most, more, 0).e : 0;
 }
-INLINE Powers powers(float scale, u32 a_at, u32 k_at, int lane) {
-  return {room(a_at, lane, BOTH), room(a_at + SECOND, lane, BOTH, exponent(scale) + 1), room(k_at, lane, BOTH),
-          room(k_at + SECOND, lane, BOTH)};
-}
+INLINE Powers powers(float scale, u32 said) { return {room(said, 0), room(said, 1, exponent(scale) + 1), room(said, 2), room(said, 3)}; }
 
-// log2 of what 32 tokens leave of this lane's four channels, and e^M of them, NaN where factors do not fit; returns the most by which
-// M makes anything larger, by log2.
-INLINE int half_decay(float (&GL)[4], float (&E)[4], u32 at, int lane) {
-  chunk_decay(GL, at, 256, lane);
+// log2 of what 32 tokens leave of this lane's four channels (GL), and those before the warp's own (G), and e^M, NaN where factors do
+// not fit; returns the most by which M makes anything larger, by log2.
+INLINE int half_decay(float (&GL)[4], float (&G)[4], float (&E)[4], u32 at, int half, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) G[j] = GL[j] = 0.f;
+#pragma unroll 8
+  for (int i = 0; i < C; i++) {
+    float g[4];
+    gates(g, at + i * 256, lane);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if (i < half * (C / 2)) G[j] = fmaf(g[j], LOG2E, G[j]);
+      GL[j] = fmaf(g[j], LOG2E, GL[j]);
+    }
+  }
   const float worst = fminf(fminf(GL[0], GL[1]), fminf(GL[2], GL[3]));
   const bool fits = __all_sync(~0u, worst >= FITS);
   float most = fmaxf(fmaxf(GL[0], GL[1]), fmaxf(GL[2], GL[3]));
@@ -72,16 +91,18 @@ INLINE int half_decay(float (&GL)[4], float (&E)[4], u32 at, int lane) {
 }
 
 // a e^(G' - M) and q e^(G - M) over a and q, k e^(M - G) and b e^(M - G) over k and b, times `by`. STEPS: that of -G by log2 left in
-// 16 bits over g; 0: not
-template <int STEPS> INLINE void make_factors(const float (&GL)[4], const Powers& by, float scale, u32 a_at, u32 k_at, u32 g_at, int lane) {
+// 16 bits over g; 0: not. G: of the tokens before the warp's own
+template <int STEPS>
+INLINE void make_factors(const float (&GL)[4], float (&G)[4], const Powers& by, float scale, u32 a_at, u32 k_at, u32 g_at, int first,
+                         int lane) {
   const int chunk = lane >> 1;
   const u32 half = (lane & 1) * 8;
   const float fa = power(by.a), fq = power(by.q) * scale, fk = power(by.k), fb = power(by.b);
-  float G[4] = {0.f, 0.f, 0.f, 0.f}, over[4];  // over: e^(G - M) of the token before
+  float over[4];  // e^(G - M) of the token before
 #pragma unroll
-  for (int j = 0; j < 4; j++) over[j] = ex2(-0.5f * GL[j]);
+  for (int j = 0; j < 4; j++) over[j] = ex2(G[j] - 0.5f * GL[j]);
 #pragma unroll 1
-  for (int i0 = 0; i0 < C; i0 += GROUP) {
+  for (int i0 = first; i0 < first + C / 2; i0 += GROUP) {
     u32 g[GROUP][2], x[GROUP][4][2];  // a, q, k, b
 #pragma unroll
     for (int l = 0; l < GROUP; l++) {  // loads before stores, which would wait for each

@@ -14,12 +14,12 @@
 // The gradient of g is the sum over a chunk's tokens from its own on of qi Q - ki K - bi B, over those behind it of ai A, and
 // over all of ki (V dS'^T) + bi (Y dS'^T), and S' dS'.
 //
-// A program works through a span of one head from its end to its begin: two warps make a chunk's factors each, two fetch
-// states and find the pairs' gradients, eight carry dS transposed, [V, K]. A span that is not a piece's last waits for the one
+// A program works through a span of one head from its end to its begin: two pairs of warps make a chunk's factors
+// and find its pairs' gradients each, eight carry dS transposed, [V, K]. A span that is not a piece's last waits for the one
 // after it, going over its tokens three times as the forward does.
 #include "dplr.cuh"
 
-#define SLOTS 2 // chunks under way, one a warp that makes factors
+#define SLOTS 2 // chunks under way, one a pair of warps that makes factors
 // A slot: a and q, then ai and qi; k and b, then ki and bi; dO and Z; V and Y; P_k, P_b, L, M, then their gradients; g, then -G
 #define SLOT 81920
 #define OFF_A 0
@@ -32,7 +32,8 @@
 #define ADJOINT (STATE + 32768)     // dS' the same way
 #define ENDS (ADJOINT + 32768)      // of each slot: e^(GL/2)
 #define NUMBERS (ENDS + SLOTS * 512) // of each slot: see `Told`
-#define AGREED (NUMBERS + SLOTS * 48) // twice 32 bytes, see `agree`
+#define LARGEST (NUMBERS + SLOTS * 48) // of each slot: see `say_largest`
+#define AGREED (LARGEST + SLOTS * 64) // twice 32 bytes, see `agree`
 #define BARS (AGREED + 64)          // of each slot: full, empty, Z there, pairs' gradients there
 #define BARS_S (BARS + SLOTS * 32)  // of the state: full, empty
 #define OPEN (BARS_S + 16)          // a barrier: the last of several passes may begin
@@ -55,18 +56,19 @@ struct BackArgs {
   u16 *dq, *dk, *dv, *da, *db, *dg; // [tokens, H, 128]
 };
 
-// -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
+// -- what needs a chunk's own tokens alone: two warps a chunk, each 16 of them -----------------------------------------------------------
 
-// Ask for the rows of 32 tokens from t on; those from `end` on are zero, dO where it is not `wanted`; V and Y for the span's `own`.
-INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool wanted, bool own, u32 numbers, u32 at, int lane) {
+// Ask for the rows of this half's 16 tokens of those from t on; those from `end` on are zero, dO where it is not `wanted`; V and Y for the span's `own`.
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool wanted, bool own, u32 numbers, u32 at, int half,
+                       int lane) {
   const Args& a = b.a;
-  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const int hk = h / (a.H / a.HK), row = half * (C / 2) + (lane >> 4), j = lane & 15, live = end - t - row;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
   const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
   const u64 from_v = (u64)(t + row) * sv + h * (D * 2) + j * 16;
   const u64 to_k = (const char*)a.k - (const char*)a.q;
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < 8; i++) {
     const int r = 2 * i + row;
     const bool ok = 2 * i < live;
     const char* from = ok ? q : (const char*)a.q;
@@ -83,53 +85,40 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
   }
   const u64 kept = kept_at(a, chunk, h);
   const char* pairs = (const char*)a.kept_P + kept * PAIRS + lane * 16;
-  if (lane == 0) cp16(numbers + 32, pairs + 8 * C * C, true);
+  if (half == 0 && lane == 0) cp16(numbers + 32, pairs + 8 * C * C, true);
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) cp16(at + OFF_P + i * 512 + lane * 16, pairs + i * 512, true);
+  for (int i = half; i < 16; i += 2) cp16(at + OFF_P + i * 512 + lane * 16, pairs + i * 512, true);
   if (!own) return;
   const char* y = (const char*)(a.kept_Y + kept * (C * D)) + lane * 16;
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) cp16(at + OFF_W + SECOND + (i >> 3) * BOTH + (i & 7) * 512 + lane * 16, y + i * 512, true);
+  for (int i = half; i < 16; i += 2) cp16(at + OFF_W + SECOND + (i >> 3) * BOTH + (i & 7) * 512 + lane * 16, y + i * 512, true);
 }
 
 // The tiles of a chunk in fp16, of v where the span's `own`
-INLINE void make_chunk(float scale, bool own, u32 ends, u32 numbers, u32 at, int lane) {
-  float GL[4], E[4];
-  const int grow = half_decay(GL, E, at + OFF_G, lane);
-  sts128(ends + lane * 16, E);
-  const Powers by = powers(scale, at + OFF_A, at + OFF_K, lane);
-  const int o = room(at + OFF_X, lane, BOTH) + 3, v = own ? room(at + OFF_W, lane, BOTH) + 3 : 0;
-  to_halves(at + OFF_X, power(o), lane, BOTH);
-  if (own) to_halves(at + OFF_W, power(v), lane, BOTH);
-  make_factors<STEPS>(GL, by, scale, at + OFF_A, at + OFF_K, at + OFF_G, lane);
-  if (lane == 0) {
-    sts64(numbers, by.a, by.q);
-    sts64(numbers + 8, by.k, by.b);
-    sts64(numbers + 16, v, o);
-    sts32(numbers + 24, grow);
+INLINE void make_chunk(float scale, bool own, u32 ends, u32 numbers, u32 said, u32 at, int pair, int half, int lane) {
+  say_largest<6>({{at + OFF_A, at + OFF_A + SECOND, at + OFF_K, at + OFF_K + SECOND, at + OFF_X, at + OFF_W},
+                  {BOTH, BOTH, BOTH, BOTH, BOTH, BOTH}}, said, half, lane);
+  between_two(pair);
+  const Powers by = powers(scale, said);
+  const int o = room(said, 4) + 3, v = own ? room(said, 5) + 3 : 0;
+  float GL[4], G[4], E[4];
+  const int grow = half_decay(GL, G, E, at + OFF_G, half, lane);
+  to_halves<8>(at + OFF_X + half * 2048, power(o), lane, BOTH);
+  if (own) to_halves<8>(at + OFF_W + half * 2048, power(v), lane, BOTH);
+  if (half == 0) {
+    sts128(ends + lane * 16, E);
+    if (lane == 0) {
+      sts64(numbers, by.a, by.q);
+      sts64(numbers + 8, by.k, by.b);
+      sts64(numbers + 16, v, o);
+      sts32(numbers + 24, grow);
+    }
   }
+  between_two(pair);  // gates are read
+  make_factors<STEPS>(GL, G, by, scale, at + OFF_A, at + OFF_K, at + OFF_G, half * (C / 2), lane);
 }
 
-// The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
-// chunk whose gradients are wanted.
-INLINE void produce(const BackArgs& b, const Span& x, int h, int n, int passes, int first, u32 base, int w, int lane) {
-  const u32 at = base + w * SLOT, full = base + BARS + w * 32;
-  for (int c = w; c < n * passes; c += SLOTS) {
-    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int pass = c / n, m = (pass + 1) * n - 1 - c;
-    if (pass == 2) bar_wait(base + OPEN, 0);
-    const u32 numbers = base + NUMBERS + w * 48;
-    load_chunk(b, x.begin + m * C, x.end, x.chunk + m, h, pass != 1, c >= first, numbers, at, lane);
-    cp_wait();
-    __syncwarp();
-    make_chunk(b.a.scale, c >= first, base + ENDS + w * 512, numbers, at, lane);
-    proxy_fence();
-    __syncwarp();
-    if (lane == 0) bar_arrive(full);
-  }
-}
-
-// -- two warps: pairs' gradients, and the first of them states on their way in ---------------------------------------
+// -- and their pairs' gradients, and states on their way in ----------------------------------------------------------
 
 // Rows 16 m to 16 m + 15 of products of dO and Z with V and Y
 INLINE void pair_gradients(int m, u32 at, int lane) {
@@ -165,24 +154,39 @@ INLINE void pair_gradients(int m, u32 at, int lane) {
   }
 }
 
-INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int m, int lane) {
+// Ask for the state of the i-th chunk of the span's own, once nobody reads the one before it.
+INLINE void fetch(const BackArgs& b, int chunk, int i, int h, u32 base, int lane) {
   const u32 bar = base + BARS_S;
-  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own, once nobody reads the one before it
-    if (i) bar_wait(bar + 8, (i - 1) & 1);
-    if (lane == 0) {
-      bar_expect(bar, 32768);
-      copy_in(base + STATE, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
-    }
-  };
-  if (m == 0 && first < n) ask(0);
-  for (int c = first; c < n; c++) {
-    const int slot = c % SLOTS, used = (c - (first + (slot - first % SLOTS + SLOTS) % SLOTS)) / SLOTS;
-    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32;
-    bar_wait(bars + 16, used & 1);
-    pair_gradients(m, at, lane);
+  if (i) bar_wait(bar + 8, (i - 1) & 1);
+  if (lane) return;
+  bar_expect(bar, 32768);
+  copy_in(base + STATE, b.a.kept_S + kept_at(b.a, chunk, h) * (D * D), 32768, bar);
+}
+
+// The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
+// chunk whose gradients are wanted.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int n, int passes, int first, u32 base, int w, int lane) {
+  const int pair = w >> 1, half = w & 1, before = (pair ^ first) & 1;  // whether the other pair has the first of the span's own
+  const u32 at = base + pair * SLOT, full = base + BARS + pair * 32, numbers = base + NUMBERS + pair * 48;
+  if (w == 0) fetch(b, x.chunk + n - 1, 0, h, base, lane);
+  for (int c = pair; c < n * passes; c += SLOTS) {
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    const int pass = c / n, m = (pass + 1) * n - 1 - c;
+    const bool own = c >= first;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(b, x.begin + m * C, x.end, x.chunk + m, h, pass != 1, own, numbers, at, half, lane);
+    cp_wait();
     __syncwarp();
-    if (lane == 0) bar_arrive(bars + 24);
-    if (m == 0 && c + 1 < n) ask(c + 1 - first);
+    make_chunk(b.a.scale, own, base + ENDS + pair * 512, numbers, base + LARGEST + pair * 64, at, pair, half, lane);
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) bar_arrive(full);
+    if (!own) continue;
+    bar_wait(full + 16, (c - first - before) / SLOTS & 1);
+    pair_gradients(half, at, lane);
+    __syncwarp();
+    if (lane == 0) bar_arrive(full + 24);
+    if (half == 0 && m) fetch(b, x.chunk + m - 1, c + 1 - first, h, base, lane);
   }
 }
 
@@ -386,11 +390,6 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       for (int m = 0; m < 2; m++) ldm_trans(dout[m], at + OFF_X + both_place(16 * m + rb, w * 2 + cb));
       by_z = find_Z(z, X, dout, n, held, own, at + OFF_P, base + AGREED + 32, w, lane);
       if (own) {
-#pragma unroll
-        for (int m = 0; m < 2; m++) stm_trans(z[m], at + OFF_X + both_place(32 + 16 * m + rb, w * 2 + cb));
-        proxy_fence();
-        __syncwarp();
-        if (lane == 0) bar_arrive(bars + 16);
         const float to_o = power(n.q + n.o - was), to_z = power(n.a + by_z - n.q - n.o), out = power(-n.a - n.k - by_z);
 #pragma unroll
         for (int j = 0; j < 16; j++) X[j] *= to_o;
@@ -400,6 +399,11 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         add_pairs_back<true>(X, z, at + OFF_P + 4096, rt, ct);
 #pragma unroll
         for (int j = 0; j < 8; j++) dv[j >> 2][j & 3] = pack(X[2 * j] * out, X[2 * j + 1] * out);
+#pragma unroll
+        for (int m = 0; m < 2; m++) stm_trans(z[m], at + OFF_X + both_place(32 + 16 * m + rb, w * 2 + cb));
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) bar_arrive(bars + 16);  // pairs are read, too
       }
     }
     const int of_z = fitting(S, held, n.a + by_z);
@@ -477,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_
   const int tid = threadIdx.x;
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) {
-      bar_init(base + BARS + i * 32, 1);
+      bar_init(base + BARS + i * 32, 2);
       bar_init(base + BARS + i * 32 + 8, 8);
       bar_init(base + BARS + i * 32 + 16, 8);
       bar_init(base + BARS + i * 32 + 24, 2);
@@ -495,8 +499,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_
   const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3, first = n * (passes - 1);
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < SLOTS) produce(b, x, h, n, passes, first, base, w, lane);
-    else fetch(b, x, h, n * passes, first, base, w - SLOTS, lane);
+    if (w < 2 * SLOTS) produce(b, x, h, n, passes, first, base, w, lane);
   } else {
     registers_up<200>();
     consume(b, x, s, h, n, first, passes, base, w, lane);

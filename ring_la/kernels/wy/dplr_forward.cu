@@ -9,7 +9,7 @@
 //   P_k = tril(qi ki^T),  P_b = tril(qi bi^T),  L = tril(ai ki^T, -1),  M = (I - tril(ai bi^T, -1))^-1
 //   S' = e^(GL/2) S,  Y = M (ai S' + L V),   o = qi S' + P_b Y + P_k V,   S <- e^(GL/2) (S' + ki^T V + bi^T Y)
 //
-// A program works through a span of one head: three warps make the factors, a chunk each, and eight carry the state
+// A program works through a span of one head: two pairs of warps make the factors, a chunk each, and eight carry the state
 // transposed, [V, K], as accumulators. A chunk whose factors do not fit (GL below log2's FITS) gives NaN: the caller has promised that
 // none does.
 //
@@ -19,7 +19,8 @@
 #include "dplr.cuh"
 #include "triangle.cuh"
 
-#define SLOTS 3 // chunks under way, one a warp that makes factors
+#define SLOTS 3 // chunks under way
+#define MAKERS 2 // pairs of warps that make factors, each a chunk
 // A slot: a and q, then ai and qi; k and b, then ki and bi; v, then Y and o; P of k and b, L, M; g; e^(GL/2)
 #define SLOT 58368
 #define OFF_A 0
@@ -29,9 +30,10 @@
 #define OFF_G 49152
 #define OFF_E 57344
 #define STAGE (SLOTS * SLOT)             // with KEEP: the state on its way out, 4 KB a warp that carries it
-#define TRIANGLES (STAGE + KEEP * 32768) // what a maker inverts
-#define NUMBERS (TRIANGLES + SLOTS * TRIANGLE) // of each slot: see `Told`
-#define AGREED (NUMBERS + SLOTS * 32)    // twice 32 bytes, see `agree`
+#define TRIANGLES (STAGE + KEEP * 32768) // what makers invert
+#define NUMBERS (TRIANGLES + MAKERS * TRIANGLE) // of each slot: see `Told`
+#define LARGEST (NUMBERS + SLOTS * 32) // of makers: see `say_largest`
+#define AGREED (LARGEST + MAKERS * 64)    // twice 32 bytes, see `agree`
 #define BARS (AGREED + 64)               // of each slot: full, empty
 #define OPEN (BARS + SLOTS * 16)         // a barrier: the last pass may begin
 #define SAID (OPEN + 16)                 // the ticket, what `choose` takes again, an unused word, one of `leave`
@@ -45,18 +47,18 @@ INLINE Told told(u32 at) {
   return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], (int)x[4], (int)x[5], (int)x[6]};
 }
 
-// -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
+// -- what chunks need of their own tokens: two warps a chunk, each 16 of them, and then the products of a or of q ------------------------------------------------------------
 
-// Ask for the rows of 32 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
-INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
+// Ask for the rows of this half's 16 tokens of those from t on; those from `end` on are zero, v where no `values` are wanted.
+INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int half, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
-  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const int hk = h / (a.H / a.HK), row = half * (C / 2) + (lane >> 4), j = lane & 15, live = end - t - row;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
   const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
   const u64 from_v = (u64)(t + row) * sv + h * (D * 2) + j * 16;
   const u64 to_k = (const char*)a.k - (const char*)a.q;
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < 8; i++) {
     const int r = 2 * i + row;
     const bool ok = 2 * i < live;
     const char* from = ok ? q : (const char*)a.q;
@@ -152,54 +154,61 @@ INLINE int invert_half(u32 to, u32 triangle, int lane) {
 }
 
 // A chunk's pairs, of which those that outputs want only with `outputs`, and what the state needs of its tokens
-INLINE void make_chunk(float scale, bool outputs, u32 numbers, u32 triangle, u32 at, int lane) {
-  float GL[4], E[4];
-  const int grow = half_decay(GL, E, at + OFF_G, lane);
-  sts128(at + OFF_E + lane * 16, E);
-  const Powers by = powers(scale, at + OFF_A, at + OFF_K, lane);
-  const int v = room(at + OFF_V, lane, HALF) + 3;
-  to_halves(at + OFF_V, power(v), lane);
-  make_factors<0>(GL, by, scale, at + OFF_A, at + OFF_K, at + OFF_G, lane);
-  __syncwarp();
+INLINE void make_chunk(float scale, bool outputs, u32 numbers, u32 said, u32 triangle, u32 at, int pair, int half, int lane) {
+  say_largest<5>({{at + OFF_A, at + OFF_A + SECOND, at + OFF_K, at + OFF_K + SECOND, at + OFF_V}, {BOTH, BOTH, BOTH, BOTH, 2048}}, said,
+                 half, lane);
+  between_two(pair);
+  const Powers by = powers(scale, said);
+  const int v = room(said, 4) + 3;
+  float GL[4], G[4], E[4];
+  const int grow = half_decay(GL, G, E, at + OFF_G, half, lane);
+  to_halves<8>(at + OFF_V + half * 4096, power(v), lane, 2048);
+  make_factors<0>(GL, G, by, scale, at + OFF_A, at + OFF_K, at + OFF_G, half * (C / 2), lane);
+  between_two(pair);
   float X[6][4], Y[6][4];
-  products(X, Y, at + OFF_A, at, lane);
-  put_pairs(X, false, at + OFF_P + 4096, lane);
-  put_triangle(Y, power(-by.a - by.b), triangle, lane);
-  if (outputs) {
+  if (half == 0) {
+    products(X, Y, at + OFF_A, at, lane);
+    put_pairs(X, false, at + OFF_P + 4096, lane);
+    put_triangle(Y, power(-by.a - by.b), triangle, lane);
+    __syncwarp();
+    const int m = invert_half(at + OFF_P + 6144, triangle, lane);
+    sts128(at + OFF_E + lane * 16, E);
+    if (lane == 0) {
+      sts64(numbers, by.a, by.q);
+      sts64(numbers + 8, by.k, by.b);
+      sts64(numbers + 16, v, m);
+      sts32(numbers + 24, grow);
+    }
+  } else if (outputs) {
     products(X, Y, at + OFF_A + SECOND, at, lane);
     put_pairs(X, true, at + OFF_P, lane);
     put_pairs(Y, true, at + OFF_P + 2048, lane);
-  }
-  __syncwarp();
-  const int m = invert_half(at + OFF_P + 6144, triangle, lane);
-  if (lane == 0) {
-    sts64(numbers, by.a, by.q);
-    sts64(numbers + 8, by.k, by.b);
-    sts64(numbers + 16, v, m);
-    sts32(numbers + 24, grow);
   }
 }
 
 // The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
 INLINE void produce(const Args& a, const Span& x, int h, int n, int passes, u32 base, int w, int lane) {
-  const u32 at = base + w * SLOT, full = base + BARS + w * 16;
-  for (int c = w; c < n * passes; c += SLOTS) {
+  const int pair = w >> 1, half = w & 1;
+  for (int c = pair; c < n * passes; c += MAKERS) {
+    const int slot = c % SLOTS, pass = c / n, m = c - pass * n;
+    const u32 at = base + slot * SLOT, full = base + BARS + slot * 16;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int pass = c / n, m = c - pass * n;
     if (pass == 2) bar_wait(base + OPEN, 0);
-    load_chunk(a, x.begin + m * C, x.end, h, pass != 1, at, lane);
+    load_chunk(a, x.begin + m * C, x.end, h, pass != 1, at, half, lane);
     cp_wait();
     __syncwarp();
-    make_chunk(a.scale, pass == passes - 1, base + NUMBERS + w * 32, base + TRIANGLES + w * TRIANGLE, at, lane);
+    make_chunk(a.scale, pass == passes - 1, base + NUMBERS + slot * 32, base + LARGEST + pair * 64, base + TRIANGLES + pair * TRIANGLE,
+               at, pair, half, lane);
 #if KEEP
     __syncwarp();
-    if (pass == passes - 1) {
-      char* const to = (char*)a.kept_P + kept_at(a, x.chunk + m, h) * PAIRS;
-#pragma unroll 4
-      for (int i = 0; i < 16; i++) {
+    if (pass == passes - 1) {  // L and M, or P of k and b
+      const u32 from = (1 - half) * 4096 + lane * 16;
+      char* const to = (char*)a.kept_P + kept_at(a, x.chunk + m, h) * PAIRS + from;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
         u32 z[4];
-        lds128(z, at + OFF_P + i * 512 + lane * 16);
-        stg128(to + i * 512 + lane * 16, z);
+        lds128(z, at + OFF_P + from + i * 512);
+        stg128(to + i * 512, z);
       }
     }
 #endif
@@ -357,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_forward(const __grid_c
   const int tid = threadIdx.x;
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) {
-      bar_init(base + BARS + i * 16, 1);
+      bar_init(base + BARS + i * 16, 2);
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
@@ -371,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_forward(const __grid_c
   const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3;
   if (uniform(tid >> 8)) {
     registers_down<120>();
-    if (w < SLOTS) produce(a, x, h, n, passes, base, w, lane);
+    if (w < 2 * MAKERS) produce(a, x, h, n, passes, base, w, lane);
   } else {
     registers_up<192>();
     consume(a, x, s, h, n, passes, base, w, lane);

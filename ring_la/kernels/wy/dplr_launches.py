@@ -27,8 +27,8 @@ SPANS = 15
 PAIRS = 4 * CHUNK * CHUNK + 8
 """Numbers that a chunk keeps of its pairs, and what tiles were multiplied by."""
 ARGUMENTS = "17Q11if"
-SHARED = 3 * (58368 + 2304 + 32 + 16) + 64 + 16 + 16 + 1024
-BACKWARD_SHARED = 2 * (81920 + 512 + 48 + 32) + 2 * 32768 + 64 + 16 + 16 + 16 + 1024
+SHARED = 3 * (58368 + 32 + 16) + 2 * (2304 + 64) + 64 + 16 + 16 + 1024
+BACKWARD_SHARED = 2 * (81920 + 512 + 48 + 64 + 32) + 2 * 32768 + 64 + 16 + 16 + 16 + 1024
 
 
 @functools.cache
