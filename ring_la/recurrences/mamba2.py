@@ -5,14 +5,30 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algebra import Rule
+from ..blockwise import discretise_at_once
 from ..checks import FLOATS, check_flag
+from ..context import ShardedLayout
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from ..kernels.fused.discretise import discretise, discretise_and_skip
+from ..kernels.fused.discretise import Added, discretise, discretise_and_skip
 from .arguments import KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
 from .retention import STATIC
+
+
+def _at_once(
+    layout: ShardedLayout, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, *, dt_softplus: bool = False,
+) -> Recurrence | None:  # fmt: skip
+    """`mamba2`, with gradients of what tokens share summed exactly; None where no kernel can."""
+    from ..kernels.fused.discretise_kernel import unsupported  # needs Triton
+
+    if unsupported(x) or (D is not None and D.dim() > 1):
+        return None
+    v, g, through = discretise_at_once(x, dt, A, dt_bias, D, dt_softplus, layout)
+    readout = None if D is None else lambda y: Added.apply(y, through, D.detach())
+    return Recurrence(Rule("additive", "scalar"), Inputs(C, B, v, g), readout=readout)
 
 
 @recurrence(
@@ -21,6 +37,7 @@ from .retention import STATIC
     arguments=dict(x=VALUE, dt=Argument("BTH"), A=STATIC, B=KEY, C=QUERY, D=Argument("H"), dt_bias=Argument("H")),
     default_scale=1.0,
     flags=dict(dt_softplus=True),
+    at_once=_at_once,
 )
 def mamba2(
     x: Tensor,

@@ -16,8 +16,8 @@ from ring_la.kernels.fixed import weight  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
 from ring_la.kernels.fixed.weight import BlockPlaces, block_sums, largest_norms  # noqa: E402
+from ring_la.kernels.in_order import Pieces, forward, gradients, reason_against  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs  # noqa: E402
-from ring_la.kernels.wy.in_order import Pieces, forward, gradients, reason_against  # noqa: E402
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -73,7 +73,10 @@ def test_columns_add_in_any_order():
     assert column_sums(x, largest_of_columns(x), 24).isfinite().sum() == whole_sums(x, 24).isfinite().sum() == 19
 
 
-@pytest.mark.parametrize("rule", ["delta_scalar", "delta_diagonal", "additive_diagonal", "dplr_diagonal"])
+@pytest.mark.parametrize(
+    "rule",
+    ["delta_scalar", "delta_diagonal", "additive_diagonal", "dplr_diagonal", "additive_scalar", "additive_none"],
+)
 def test_states_pass_from_chunk_to_chunk(rule):
     """Two documents at once are each by itself, and one is what its two parts are, of which the second gets the state
     of the first one, and the first the gradient of the second."""

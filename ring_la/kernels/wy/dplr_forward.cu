@@ -77,29 +77,36 @@ template <bool FP16> INLINE void make_factors(const float (&GL)[4], const Powers
   float G[4] = {0.f, 0.f, 0.f, 0.f}, over[4];  // over: e^(G - GL/2) of the token before
 #pragma unroll
   for (int j = 0; j < 4; j++) over[j] = ex2(-0.5f * GL[j]);
-#pragma unroll 2
-  for (int i = 0; i < C; i++) {
-    const u32 to_a = at + OFF_A + both_place(i, chunk) + half, to_k = at + OFF_K + tile_place(i, chunk) + half;
-    float g[4], under[4];
-    u32 x[4][2];  // a, q, k, b
-    gates(g, at + OFF_G + i * 256, lane);
-    lds64(x[0], to_a);
-    lds64(x[1], to_a + SECOND);
-    lds64(x[2], to_k);
-    lds64(x[3], to_k + OFF_B - OFF_K);
-    auto put = [&](const u32(&z)[2], const float(&y)[4], float f, u32 to) {
-      sts64(to, pack<FP16>(lo(z[0]) * (y[0] * f), hi(z[0]) * (y[1] * f)), pack<FP16>(lo(z[1]) * (y[2] * f), hi(z[1]) * (y[3] * f)));
-    };
-    put(x[0], over, fa, to_a);
+#pragma unroll 1
+  for (int i0 = 0; i0 < C; i0 += GROUP) {
+    u32 g[GROUP][2], x[GROUP][4][2];  // a, q, k, b
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      G[j] = fmaf(g[j], LOG2E, G[j]);
-      over[j] = ex2(G[j] - 0.5f * GL[j]);
-      under[j] = ex2(0.5f * GL[j] - G[j]);
+    for (int l = 0; l < GROUP; l++) {
+      const u32 to_a = at + OFF_A + both_place(i0 + l, chunk) + half, to_k = at + OFF_K + tile_place(i0 + l, chunk) + half;
+      lds64(g[l], at + OFF_G + (i0 + l) * 256 + lane * 8);
+      lds64(x[l][0], to_a);
+      lds64(x[l][1], to_a + SECOND);
+      lds64(x[l][2], to_k);
+      lds64(x[l][3], to_k + OFF_B - OFF_K);
     }
-    put(x[1], over, fq, to_a + SECOND);
-    put(x[2], under, fk, to_k);
-    put(x[3], under, fb, to_k + OFF_B - OFF_K);
+#pragma unroll
+    for (int l = 0; l < GROUP; l++) {
+      const u32 to_a = at + OFF_A + both_place(i0 + l, chunk) + half, to_k = at + OFF_K + tile_place(i0 + l, chunk) + half;
+      float under[4];
+      auto put = [&](const u32(&z)[2], const float(&y)[4], float f, u32 to) {
+        sts64(to, pack<FP16>(lo(z[0]) * (y[0] * f), hi(z[0]) * (y[1] * f)), pack<FP16>(lo(z[1]) * (y[2] * f), hi(z[1]) * (y[3] * f)));
+      };
+      put(x[l][0], over, fa, to_a);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        G[j] = fmaf(j & 1 ? hi(g[l][j >> 1]) : lo(g[l][j >> 1]), LOG2E, G[j]);
+        over[j] = ex2(G[j] - 0.5f * GL[j]);
+        under[j] = ex2(0.5f * GL[j] - G[j]);
+      }
+      put(x[l][1], over, fq, to_a + SECOND);
+      put(x[l][2], under, fk, to_k);
+      put(x[l][3], under, fb, to_k + OFF_B - OFF_K);
+    }
   }
 }
 
@@ -116,13 +123,18 @@ template <bool FP16> INLINE void to_state(const float (&GL)[4], const Powers& by
     float y[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) y[j] = E[j] * f;
-#pragma unroll 4
-    for (int i = 0; i < C; i++) {
-      const u32 place = at + half + (which < 2 ? OFF_A + which * SECOND + both_place(i, chunk)
-                                               : OFF_K + (which - 2) * (OFF_B - OFF_K) + tile_place(i, chunk));
-      u32 x[2];
-      lds64(x, place);
-      sts64(place, pack(lo<FP16>(x[0]) * y[0], hi<FP16>(x[0]) * y[1]), pack(lo<FP16>(x[1]) * y[2], hi<FP16>(x[1]) * y[3]));
+#pragma unroll 1
+    for (int i0 = 0; i0 < C; i0 += 8) {  // loads before stores, which would wait for each
+      u32 x[8][2];
+      auto place = [&](int l) {
+        return at + half + (which < 2 ? OFF_A + which * SECOND + both_place(i0 + l, chunk)
+                                      : OFF_K + (which - 2) * (OFF_B - OFF_K) + tile_place(i0 + l, chunk));
+      };
+#pragma unroll
+      for (int l = 0; l < 8; l++) lds64(x[l], place(l));
+#pragma unroll
+      for (int l = 0; l < 8; l++)
+        sts64(place(l), pack(lo<FP16>(x[l][0]) * y[0], hi<FP16>(x[l][0]) * y[1]), pack(lo<FP16>(x[l][1]) * y[2], hi<FP16>(x[l][1]) * y[3]));
     }
   }
 }

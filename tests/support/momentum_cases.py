@@ -1,0 +1,45 @@
+"""The kernels of the momentum delta rule against PyTorch's operations in fp64 (interpreted, and on GPUs)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+import ring_la
+from ring_la.kernels.momentum.chunks import chunks
+
+from .triton_cases import error
+
+NAMES = ("o", "S", "M", "dq", "dk", "dv", "dp", "dg", "dmu", "dbeta", "deta", "dS", "dM")
+
+
+def errors(
+    B: int, H: int, K: int, V: int, cu: Sequence[int], states: bool, dtype: torch.dtype, device: str
+) -> dict[str, float]:
+    """The relative error of outputs, states and gradients, by name."""
+    rng = torch.Generator(device).manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device=device, generator=rng)  # noqa: E731
+    T, N = cu[-1], max(B, len(cu) - 1)
+    q, k, p = (normalize(draw(B, T, H, K), dim=-1).to(dtype) for _ in range(3))
+    gates = [logsigmoid(draw(B, T, H) + n) for n in (3, 1)] + [draw(B, T, H).sigmoid() for _ in range(2)]
+    x = [q, k, draw(B, T, H, V).to(dtype), p, *gates, *(draw(N, H, K, V) for _ in range(2))]
+    do, *dends = draw(B, T, H, V).to(dtype), draw(N, H, K, V), draw(N, H, K, V)
+    packed = dict(cu_seqlens=torch.tensor(cu, device=device)) if B == 1 else {}
+
+    def results(wide: bool) -> list[Tensor]:
+        leaves = [t.to(torch.double if wide else t.dtype, copy=True).requires_grad_() for t in x]
+        *tokens, S, M = leaves
+        start = (S, M) if states else None
+        if wide:
+            more = dict(initial_state=start, output_final_state=True, backend="torch", scale=0.5)
+            o, ends = ring_la.momentum_delta_rule(*tokens, **more, **packed)
+        else:
+            o, *ends = chunks(tokens, start, cu, 0.5)
+        wanted = leaves if states else tokens
+        grads = torch.autograd.grad([o, *ends], wanted, [t.to(g.dtype) for t, g in zip((do, *dends), (o, *ends))])
+        return [o, *ends, *grads]
+
+    return {n: error(a, b) for n, a, b in zip(NAMES, results(False), results(True))}
