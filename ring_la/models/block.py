@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ..blockwise import by_block
 from ..context import ShardedLayout
 from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
+from ..nn.tokens import one_token
 from .config import HybridConfig
-from .mlp import MLPS
+from .mlp import MLPS, SwiGLU
 
 
 class ResidualBlock(nn.Module):
@@ -37,10 +38,18 @@ class ResidualBlock(nn.Module):
         self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any
     ) -> tuple[Tensor, Any, Routing | None, Tensor | None]:
         """``x``, what the layer remembers, what the router of a mixture of experts did, and the layer's own loss."""
-        o, state, loss = self.mix_tokens(x, layout=layout, **keywords)
-        x = x + o
-        o, routing = self.mix_channels(x, output_routing=output_routing, layout=layout)
-        return x + o, state, routing, loss
+        step = one_token(x, layout, **keywords)
+        y, state, loss = self.layer.token(x, self.layer_norm, keywords["state"]) if step else None, None, None
+        if y is None:
+            o, state, loss = self.mix_tokens(x, layout=layout, **keywords)
+            y = x + o
+        else:
+            state = keywords["state"]
+        out = self.mlp.token(y, self.mlp_norm) if step and isinstance(self.mlp, SwiGLU) else None
+        if out is not None:
+            return out, state, None, loss
+        o, routing = self.mix_channels(y, output_routing=output_routing, layout=layout)
+        return y + o, state, routing, loss
 
     def mix_tokens(self, x: Tensor, **keywords: Any) -> LayerOutput:
         """What the layer adds to ``x [B, T, D]``, and what it remembers."""

@@ -160,6 +160,11 @@ class Layer(nn.Module, ABC):
     def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""
 
+    def token(self, x: Tensor, norm: nn.Module, state: Any) -> Tensor | None:
+        """``x [N, 1, D]`` and what the layer adds to it, its input through `norm`, for one token more of each sequence;
+        the state is written over. None: this layer, or one with such parts, has no way in few launches."""
+        return None
+
     # -- checks --------------------------------------------------------------------------------------------
 
     def check(self, x: Tensor, state: Any, call: LayerCall) -> None:
