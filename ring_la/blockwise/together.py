@@ -145,7 +145,7 @@ class _Discretised(torch.autograd.Function):
         ctx.way_back()
         (x, dt, A, bias, D), (layout, softplus) = ctx.saved_tensors, ctx.how
         dx, found = by_token(dv, dg, None if D is None else do, x, dt, A, bias, D, softplus)
-        rows = found.movedim(0, 2).reshape(dt.shape[0] * dt.shape[1], -1)
+        rows = found.movedim(0, 2).flatten(0, 1).flatten(1)
         whole = exact_sum(rows, layout, OF_TOKENS).view(len(found), -1)
         dbias, dA, *dD = (None if t is None else part_of(s, layout, t) for s, t in zip(whole, (bias, A, D)))
         return None, None, dx, found[0].to(dt.dtype), dA, dbias, dD[0] if dD else None

@@ -1,4 +1,4 @@
-"""A split recurrence whose states pass from chunk to chunk in the order of each document, by kernels (`kernels.in_order`).
+"""A split recurrence whose states pass from chunk to chunk in the order of each document (`kernels.in_order`).
 
 A rank waits for the state that enters its tokens and sends on the one that leaves them; within its tokens all documents
 go together, and what needs no state is done for all chunks at once. Its bits do not depend on the split.

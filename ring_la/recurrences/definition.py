@@ -98,8 +98,8 @@ class Definition:
             deterministic layout its bits do not depend on the split; else such a layout is refused.
         check: of one made of others: refuses sizes, by letter, that do not fit together.
         at_once: of one under a single rule: its description for all tokens of a rank in one go, under the deterministic
-            layout it takes first; what tokens do there has bits of their own (see `blockwise.by_element`). None, or what
-            gives None: there is none.
+            layout it takes first; what tokens do there has bits of their own (see `blockwise.by_element`). None, or
+            what gives None: there is none.
         opaque: of one made of others: on one device, too, it is one node to a compiler, which cannot follow what the
             host does between its parts.
     """

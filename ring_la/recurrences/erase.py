@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algebra import Rule
-from ..blockwise import by_block, by_element, over, repeated
+from ..blockwise import by_block, by_element, repeated
 from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
