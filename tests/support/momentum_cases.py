@@ -16,17 +16,24 @@ from .triton_cases import error
 NAMES = ("o", "S", "M", "dq", "dk", "dv", "dp", "dg", "dmu", "dbeta", "deta", "dS", "dM")
 
 
+def arguments(T: int, N: int, H: int = 2, K: int = 16, V: int = 24, B: int = 1, device: str = "cpu") -> list[Tensor]:
+    """q, k, v, p, g, mu, beta and eta of T tokens, and S and M before N documents, in fp32."""
+    rng = torch.Generator(device).manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device=device, generator=rng)  # noqa: E731
+    q, k, p = (normalize(draw(B, T, H, K), dim=-1) for _ in range(3))
+    gates = [logsigmoid(draw(B, T, H) + n) for n in (3, 1)] + [draw(B, T, H).sigmoid() for _ in range(2)]
+    return [q, k, draw(B, T, H, V), p, *gates, *(draw(N, H, K, V) for _ in range(2))]
+
+
 def errors(
     B: int, H: int, K: int, V: int, cu: Sequence[int], states: bool, dtype: torch.dtype, device: str
 ) -> dict[str, float]:
     """The relative error of outputs, states and gradients, by name."""
-    rng = torch.Generator(device).manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, device=device, generator=rng)  # noqa: E731
     T, N = cu[-1], max(B, len(cu) - 1)
-    q, k, p = (normalize(draw(B, T, H, K), dim=-1).to(dtype) for _ in range(3))
-    gates = [logsigmoid(draw(B, T, H) + n) for n in (3, 1)] + [draw(B, T, H).sigmoid() for _ in range(2)]
-    x = [q, k, draw(B, T, H, V).to(dtype), p, *gates, *(draw(N, H, K, V) for _ in range(2))]
-    do, *dends = draw(B, T, H, V).to(dtype), draw(N, H, K, V), draw(N, H, K, V)
+    x = [t.to(dtype) if n < 4 else t for n, t in enumerate(arguments(T, N, H, K, V, B, device))]
+    rng = torch.Generator(device).manual_seed(1)
+    do, *dends = (torch.randn(t.shape, device=device, generator=rng) for t in (x[2], *x[-2:]))
+    do = do.to(dtype)
     packed = dict(cu_seqlens=torch.tensor(cu, device=device)) if B == 1 else {}
 
     def results(wide: bool) -> list[Tensor]:

@@ -69,8 +69,9 @@ class _Chunks(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None, dM: Tensor | None):
         from ..runtime.launch import aligned
-        from .after import gradients
         from .before import before_backwards
+        from .gates import gates
+        from .gradients import reads, room, writes
         from .launches import Given, Kept
         from .walks import backwards
 
@@ -81,7 +82,10 @@ class _Chunks(torch.autograd.Function):
             dS, dM = (room if t is None else aligned(t.float()) for t, room in zip((dS, dM), call.states()))
         parts = before_backwards(call, x, do, kept.inverse, kept.rates)
         dv, behind, starts = backwards(call, x, do, parts, kept.rates, dS, dM)
-        dq, dk, dp, *gates = gradients(call, x, kept, do, dv, behind)
-        found = [d.to(t.dtype) for d, t in zip(gates, x[4:])]
+        sums = room(call)
+        dq, dp = reads(call, x, kept, do, dv, sums)
+        dk, deta = writes(call, x, kept, do, dv, behind, sums)
+        numbers = [*gates(call, x, kept, do, dv, behind, sums), deta]
+        found = [d.to(t.dtype) for d, t in zip(numbers, x[4:])]
         first = [d if wanted else None for d, wanted in zip(starts, ctx.needs_input_grad[8:10])]
         return dq, dk, dv, dp, *found, *first, None, None

@@ -87,7 +87,7 @@ class ChunksCall:
     @property
     def chunks(self) -> dict[str, Any]:
         """Of kernels with a chunk a program."""
-        return dict(self.constants, BV=width(self.V), num_warps=8 if width(max(self.K, self.V)) > 64 else 4)
+        return dict(self.constants, BV=width(self.V), num_warps=8)
 
     @property
     def walks(self) -> dict[str, Any]:
