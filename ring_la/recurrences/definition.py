@@ -99,6 +99,7 @@ class Definition:
         check: of one made of others: refuses sizes, by letter, that do not fit together.
         opaque: of one made of others: on one device, too, it is one node to a compiler, which cannot follow what the
             host does between its parts.
+        alone: `describe` for calls without a layout, where that differs.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Definition:
     same_bits: bool = False
     check: Callable[[Mapping[str, int]], None] | None = None
     opaque: bool = False
+    alone: Callable[..., Any] | None = None
 
     @property
     def composed(self) -> bool:
