@@ -52,18 +52,20 @@ def attend_kernel(
     X, Y, Z, F, entering, O, leaving, states, W, sums, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N, LENGTH,
     scale, H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr,
-    STRONG: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, KEEP: tl.constexpr,
-    SUMS: tl.constexpr, DOTS: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    STRONG: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr,
+    KEEP: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """The operation above for one span and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
 
     LEAVE stores the scan's last state, KEEP that before each chunk, `states` [B, NC, H, DX, DZ]. STATIC: every token of
-    a head has the same log-decay, F [H] (of any dtype). STRONG: z comes times β (the output; by token). W has z's heads. SUMS (without a decay): `sums` [B, NS, H, DZ,
-    DX] = scale Σ w xᵀ of each span, zeros for a piece's first: in dq's pass, with q for w, what spans add to the
-    state's gradient; out is no descriptor then, since its staging would not fit beside three chunks. DOTS (with GATED):
-    DOT [NZ, B, H, T] = out·W by token; forward also STATE_DOT, the part of it that comes in with the chunk's state;
-    reverse with a state also EDGE [NZ, B, H, NS] = <that state, the forward's after the span>, the latter from
-    `before`, of the spans, or `ends`, of the pieces.
+    a head has the same log-decay, F [H] (of any dtype). STRONG: in o's pass, by token, z comes times β. W has z's
+    heads. SUMS (without a decay): `sums` [B, NS, H, DZ, DX] = scale Σ w xᵀ of each span, zeros for a piece's first: in
+    dq's pass, with q for w, what spans add to the state's gradient; out is no descriptor then, since its staging would
+    not fit beside three chunks. DOTS (with GATED): DOT [NZ, B, H, T] = out·W by token; forward also STATE_DOT, the part
+    of it that comes in with the chunk's state; reverse with a state also EDGE [NZ, B, H, NS] = <that state, the
+    forward's after the span>, the latter from `before`, of the spans, or `ends`, of
+    the pieces.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
@@ -252,8 +254,9 @@ def attend(
         ),
         spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale, HX=x.shape[2],
         HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block, GATED=gates.present, STATIC=gates.constant,
-        STRONG=gates.strong, REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=entering is not None, LEAVE=left.leaving is not None,
-        KEEP=left.states is not None, SUMS=summed, DOTS=dots is not None, **shared_constants(plan), **how.options,
+        STRONG=gates.strong, REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=entering is not None,
+        LEAVE=left.leaving is not None, KEEP=left.states is not None, SUMS=summed, DOTS=dots is not None,
+        **shared_constants(plan), **how.options,
     )  # fmt: skip
 
 

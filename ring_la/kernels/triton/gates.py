@@ -38,8 +38,8 @@ def factors_kernel(
     STRONG: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """By token, chunk by chunk [B, NC, H, 4, C]: G / ln 2, scale · e^G, e^{G_C − G} of a scalar decay; the last row is
-    for the delta rules' β (`chunk_factors`). STATIC: g has one decay a head for all tokens, [H]. STRONG: what is written
-    is multiplied by β, which the third row is then, too, and the last row is it.
+    for the delta rules' β (`chunk_factors`). STATIC: g has one decay a head for all tokens, [H]. STRONG: the third row
+    comes times β [B, T, H], which is the last.
 
     Past a chunk's end G stays what it was and β is 0, so that whole rows are read without asking where it ends.
     """
