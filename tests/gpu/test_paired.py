@@ -37,7 +37,7 @@ def by_pairs(monkeypatch) -> list[str]:
     return made
 
 
-@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize(("strong", "skips"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     "more",
     [
@@ -49,8 +49,8 @@ def by_pairs(monkeypatch) -> list[str]:
         dict(T=300, H=4, Hk=2, dtype=torch.float16),
     ],
 )
-def test_kernels(more: dict, strong: bool, monkeypatch, by_pairs, record_property) -> None:
-    case = Case("additive_scalar", K=128, V=64, strong=strong, **{"dtype": torch.bfloat16} | more)
+def test_kernels(more: dict, strong: bool, skips: bool, monkeypatch, by_pairs, record_property) -> None:
+    case = Case("additive_scalar", K=128, V=64, strong=strong, skips=skips, **{"dtype": torch.bfloat16} | more)
     if case.bulk:
         monkeypatch.setattr(table, "DESCRIBED", 0)
     worst = errors(case, recurrence, "cuda")

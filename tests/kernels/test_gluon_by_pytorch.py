@@ -41,7 +41,7 @@ def test_gradients(H: int, Hk: int, strong: bool, case: str, monkeypatch) -> Non
     monkeypatch.setattr(table, "PAIRED", True)
     monkeypatch.setattr(table, "LEAST_CHUNKS", 1)
     torch.manual_seed(0)
-    sizes = dict(H=H, Hk=Hk, K=128, V=64, dtype=torch.bfloat16)
+    sizes = dict(H=H, Hk=Hk, K=128, V=64, dtype=torch.bfloat16, skips=strong and case != "a batch")
     worst = errors(Case("additive_scalar", strong=strong, **sizes, **CASES[case]), recurrence)
     assert set(made) == {"paired_gradient_kernel" if H > Hk else "additive_gradient_hopper_kernel"}
     assert all(e < 6e-3 for e in worst.values()), worst
