@@ -9,7 +9,7 @@ import ring_la
 from ring_la.linear.stretches import DocumentRun
 from ring_la.recurrences import momentum
 from tests.support.interpreter import compute_bf16, interpreted
-from tests.support.momentum_cases import arguments, errors
+from tests.support.momentum_cases import arguments, errors, split_errors
 
 interpreted()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,3 +51,9 @@ def test_a_run_of_tokens_goes_by_the_kernels():
     run = DocumentRun(0, 70, 0, 0, True, True, 0)
     for a, b in zip(*(momentum.MomentumRun(0.5, kernels)(run, *given) for kernels in (True, False))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", ["small", "small packed"])
+def test_ranks_go_by_the_kernels(ranks, documents):
+    for rank, found in enumerate(ranks.run(2, split_errors, documents)):
+        assert max(found.values()) < 2e-5, (rank, found)

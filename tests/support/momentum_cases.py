@@ -10,7 +10,13 @@ from torch.nn.functional import logsigmoid, normalize
 
 import ring_la
 from ring_la.kernels.momentum.chunks import chunks
+from ring_la.recurrences import momentum
+from ring_la.testing.recurrences import Truth
+from ring_la.testing.recurrences import errors as split
 
+from . import pool
+from .interpreter import interpreted
+from .recurrence_cases import BY_NAME
 from .triton_cases import error
 
 NAMES = ("o", "S", "M", "dq", "dk", "dv", "dp", "dg", "dmu", "dbeta", "deta", "dS", "dM")
@@ -50,3 +56,15 @@ def errors(
         return [o, *ends, *grads]
 
     return {n: error(a, b) for n, a, b in zip(NAMES, results(False), results(True))}
+
+
+def split_errors(rank: int, documents: str) -> dict[str, float]:
+    """The relative error of all that a split call gives by the kernels in fp32, which calls do not take otherwise."""
+    if not torch.cuda.is_available():
+        interpreted()
+    kept, momentum.unsupported = momentum.unsupported, lambda given: ""
+    try:
+        true = Truth(BY_NAME["momentum_delta_rule"], documents, torch.float32)
+        return split(ring_la.momentum_delta_rule, true, ring_la.ContextParallel(pool.group()), backend="triton")
+    finally:
+        momentum.unsupported = kept
