@@ -12,7 +12,7 @@ interpreted()
 compute_bf16()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.fixed import weight  # noqa: E402
+from ring_la.kernels.fixed import library, weight  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
 from ring_la.kernels.fixed.weight import BlockPlaces, block_sums, largest_norms  # noqa: E402
@@ -35,6 +35,36 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(transposed, N):
     assert torch.equal(row_product(x[131:134], given, bias, transposed=transposed), whole[131:134])
     exact = x.double() @ w.double().T + bias.double()
     assert (whole.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("odd", ["nothing", "numbers of rows", "places of rows"])
+def test_a_library_is_asked_for_what_it_does_alike(odd, monkeypatch):
+    """A library that computes other numbers of rows otherwise is called with the fixed number alone; one that computes
+    rows by their places is not called."""
+    of, sizes = library._call, []
+
+    def called(x, w, bias, transposed):
+        sizes.append(len(x))
+        y = of(x.float(), w.float(), None if bias is None else bias.float(), transposed)
+        if odd == "numbers of rows" and len(x) not in (library.ROWS, library.LARGE[1]):
+            y = y * (1 + 2**-6)
+        if odd == "places of rows":
+            y = y * (1 + torch.arange(len(x))[:, None] % 2 * 2**-6)
+        return y.to(x.dtype)
+
+    monkeypatch.setattr(library, "_call", called)
+    monkeypatch.setattr(library, "_found", {})
+    x, w, bias = bf16(3000, 128), bf16(136, 128, seed=1), bf16(136, seed=2)
+    whole = library.library_product(x, w, bias, True)
+    if odd == "places of rows":
+        assert whole is None
+        return
+    sizes.clear()
+    assert torch.equal(library.library_product(x, w, bias, True), whole)
+    assert sizes == ([3000] if odd == "nothing" else [2048, 512, 512])
+    for rows in (slice(7, 8), slice(100, 700)):
+        assert torch.equal(library.library_product(x[rows].contiguous(), w, bias, True), whole[rows])
+    assert library.library_product(x, w[:64], None, True) is None
 
 
 def test_blocks_products_add_in_any_order(monkeypatch):
