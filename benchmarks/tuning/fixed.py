@@ -1,6 +1,6 @@
 """Time launch settings of the products of deterministic steps beside PyTorch's: `python -m benchmarks.tuning.fixed`.
 
-hybrid_1b's weights and 4,096 tokens (`--tokens`) in bf16: x W, dy W and Σ dyᵀ x, ms by CUDA events, the median of a few.
+hybrid_1b's weights and so many tokens in bf16: x W, dy W and Σ dyᵀ x, ms by CUDA events, the median of a few.
 """
 
 from __future__ import annotations

@@ -140,7 +140,9 @@ def test_mailboxes(gpu_ranks, record_property):
 
 @pytest.mark.gpu(needs=1)
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("N, K", [(7680, 2560), (13696, 2560), (2560, 6848), (32768, 2560), (256, 1024), (128, 128)])
+@pytest.mark.parametrize(
+    ("N", "K"), [(7680, 2560), (13696, 2560), (2560, 6848), (32768, 2560), (256, 1024), (128, 128)]
+)
 def test_products_of_rows(N, K, transposed, record_property):
     """cuBLAS, as far as it is asked, gives each row the same bits beside any others."""
     from ring_la.kernels.fixed.product import row_product  # needs Triton

@@ -91,6 +91,19 @@ def test_blocks_products_add_in_any_order(monkeypatch):
     assert torch.linalg.vector_norm(whole.double() - exact) / exact.numel() ** 0.5 <= rounding < 2**-8 * scale
 
 
+def test_as_many_blocks_as_go_together_do_not_overflow():
+    """Blocks' products just below their bound, as many as are added before the sum is read off."""
+    value = 2**-3 * 0.98828125  # 64 of it have a norm of 0.988, with the margin below 1
+    x = torch.full((weight.GROUP * 64, 16), value, device=HERE).bfloat16()
+    x[:, 1] *= -1
+    starts = torch.arange(0, len(x), 64, dtype=torch.int32, device=HERE)
+    places = torch.stack([starts, starts + 64], 1)
+    found, behind = largest_norms(x, x, places)
+    got = block_sums(x, x, BlockPlaces(places, places[:0]), found, found[behind:], torch.float32)
+    exact = x.double().T @ x.double()
+    assert (got.double() - exact).abs().max() <= weight.GROUP * 2**-16
+
+
 def test_columns_add_in_any_order():
     x = bf16(300, 20).float() * torch.logspace(-6, 6, 20, device=HERE)
     largest = largest_of_columns(x)

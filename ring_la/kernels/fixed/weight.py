@@ -5,7 +5,7 @@ grid and nothing else is ever rounded: the last bit of P is set, so that it neve
 sum's own bits cannot decide (Demmel and Nguyen 2015, "Parallel reproducible summation"). By Cauchy and Schwarz P is
 below the product of its columns' norms; the largest norm of any block on any rank decides the grid:
 
-    grid[n, k] = 2⁻¹⁵ · above_y[n] · above_x[k],      at most 64 blocks before the sum is read off.
+    grid[n, k] = 2⁻¹⁵ · above_y[n] · above_x[k],      at most 128 blocks before the sum is read off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.spans.table import cdiv
 
-BLOCK, GROUP = 64, 64
+BLOCK, GROUP = 64, 128
 """Tokens of a block, and blocks that are added before the sum is read off."""
 TILE, WIDE = (64, 128), 128
 """Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor; columns of a program for norms."""
