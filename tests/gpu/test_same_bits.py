@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ring_la
 from ring_la.blockwise import switch
+from ring_la.kernels.fixed import library
 from ring_la.training import sum_gradients
 from tests.support.pool import Ranks, group
 from tests.support.same_bits import LAYERS, OTHERS, differing, model, tokens
@@ -135,6 +136,27 @@ def test_compiled_and_captured(way, gpu_ranks, record_property):
 def test_mailboxes(gpu_ranks, record_property):
     runs = (Run(2, "zigzag", transport="symmetric"), Run(4, "zigzag", transport="symmetric"))
     record_property("compared", compare(gpu_ranks, runs, ["gdn", "attention"], torch.bfloat16))
+
+
+@pytest.mark.gpu(needs=1)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(
+    ("N", "K"), [(7680, 2560), (13696, 2560), (2560, 6848), (32768, 2560), (256, 1024), (128, 128)]
+)
+def test_products_of_rows(N, K, transposed, record_property):
+    """cuBLAS, as far as it is asked, gives each row the same bits beside any others."""
+    from ring_la.kernels.fixed.product import row_product  # needs Triton
+
+    torch.manual_seed(0)
+    x, w = torch.randn(5000, K, device="cuda").bfloat16(), torch.randn(N, K, device="cuda").bfloat16()
+    w = w if transposed else w.mT.contiguous()
+    whole = row_product(x, w, transposed=transposed)
+    for start, stop in ((0, 64), (100, 101), (0, 512), (700, 1740), (904, 5000)):
+        assert torch.equal(row_product(x[start:stop], w, transposed=transposed), whole[start:stop]), (start, stop)
+    order = torch.randperm(len(x), device="cuda")
+    assert torch.equal(row_product(x[order], w, transposed=transposed), whole[order])
+    kinds = {kind: found for kind, found in library._found.items() if (kind.N, kind.K) == (N, K)}
+    record_property("cuBLAS", [(kind.transposed, found.alike, found.rows) for kind, found in kinds.items()])
 
 
 @pytest.mark.parametrize("layer", OTHERS)
