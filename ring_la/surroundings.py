@@ -102,7 +102,12 @@ class Snapshot:
     """How the surroundings of a step were when it was captured: made before the capture, `close`d behind it."""
 
     def __init__(
-        self, names: Names, values: dict[str, Any], places: list[HeldPlace], numbers: list[Number], before: list[Gradient]
+        self,
+        names: Names,
+        values: dict[str, Any],
+        places: list[HeldPlace],
+        numbers: list[Number],
+        before: list[Gradient],
     ) -> None:
         self._names, self._values, self._places, self._numbers = names, values, places, numbers
         self._addresses = {n: _address(x) for n, x in values.items()}
