@@ -90,7 +90,7 @@ class Attention(KeyedLayer):
             q, k = rotated(q, k, positions(x, None if state is None else state.length, call), self.rope_base, call)
         return self._attend(x, (q, k, v), state, call)
 
-    def token(self, x: Tensor, norm: nn.Module, state: Any) -> Tensor | None:
+    def token(self, x: Tensor, norm: RMSNorm, state: Any) -> Tensor | None:
         linears = [m for m in (self.qkv_proj, self.gate_proj) if m is not None]
         parts = plain(self, Attention) and plain(norm, RMSNorm) and isinstance(state, StaticKeys)
         if not (parts and isinstance(self.q_norm, nn.Identity) and plain_linear(x, *linears, self.out_proj)):

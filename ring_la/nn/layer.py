@@ -25,6 +25,9 @@ from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 
+if TYPE_CHECKING:
+    from .parts import RMSNorm
+
 
 class LayerState(NamedTuple):
     """What a recurrent layer remembers of each document; fields a layer has no use for are None."""
@@ -160,7 +163,7 @@ class Layer(nn.Module, ABC):
     def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""
 
-    def token(self, x: Tensor, norm: nn.Module, state: Any) -> Tensor | None:
+    def token(self, x: Tensor, norm: RMSNorm, state: Any) -> Tensor | None:
         """``x [N, 1, D]`` and what the layer adds to it, its input through `norm`, for one token more of each sequence;
         the state is written over. None: this layer, or one with such parts, has no way in few launches."""
         return None

@@ -29,7 +29,7 @@ class SwiGLU(nn.Module):
         hidden = by_block(swiglu, by_block(self.up_proj, x, layout=layout), layout=layout)
         return by_block(self.out_proj, hidden, layout=layout)
 
-    def token(self, x: Tensor, norm: nn.Module) -> Tensor | None:
+    def token(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
         """As `Layer.token`, of one token each ``x [N, 1, D]``."""
         if not (plain(self, SwiGLU) and plain(norm, RMSNorm) and plain_linear(x, self.up_proj, self.out_proj)):
             return None
