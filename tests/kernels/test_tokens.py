@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ring_la import ArgumentError
 from ring_la.models import HybridConfig, HybridLM, block
-from ring_la.nn import GatedDeltaNet, KimiDeltaAttention, LayerState, RMSNorm
+from ring_la.nn import GatedDeltaNet, KimiDeltaAttention, LayerState
 from ring_la.nn.parts import rotate
 from ring_la.serving import Engine, Hybrid, NoText
 from tests.support.interpreter import compute_bf16, interpreted
@@ -22,6 +22,7 @@ compute_bf16()
 
 from ring_la.kernels.tokens import products as of_rows  # noqa: E402
 from ring_la.kernels.tokens.gated_delta import Weights, fits, gated_delta_token  # noqa: E402
+from ring_la.kernels.tokens.products import PreNorm  # noqa: E402
 from ring_la.kernels.tokens.products_kernel import products  # noqa: E402
 from ring_la.keystore.turned_kernel import turned_and_written  # noqa: E402
 
@@ -57,9 +58,9 @@ def test_projections_of_some_rows(N):
     with torch.no_grad():
         a, b, back = (torch.nn.Linear(i, o, bias=False, device=DEVICE) for i, o in ((48, 20), (48, 6), (10, 48)))
         y = F.rms_norm(x, (48,), norm, 1e-6)
-        assert apart(of_rows.normed_products(x, norm, 1e-6, [a, b]), torch.cat([a(y), b(y)], -1)) < 1e-6
+        assert apart(of_rows.normed_products(x, PreNorm(norm, 1e-6), [a, b]), torch.cat([a(y), b(y)], -1)) < 1e-6
         gate, up = a(y).chunk(2, -1)
-        inner = of_rows.normed_swiglu(x, norm, 1e-6, a)
+        inner = of_rows.normed_swiglu(x, PreNorm(norm, 1e-6), a)
         assert apart(inner, F.silu(gate) * up) < 1e-6
         assert apart(of_rows.added_product(x, inner, back), x + back(inner)) < 1e-6
 
@@ -141,7 +142,7 @@ def test_a_model_s_tokens_are_those_of_its_layers(batch, monkeypatch):
 def test_which_layers_have_such_a_way():
     """Of what would be another result without a word: other modules, dtypes, hooks, a recurrence by PyTorch."""
     torch.manual_seed(0)
-    norm, x = RMSNorm(32).to(DEVICE), torch.randn(1, 1, 32, device=DEVICE)
+    norm, x = PreNorm(torch.ones(32, device=DEVICE), 1e-6), torch.randn(1, 1, 32, device=DEVICE)
 
     def state() -> LayerState:
         return LayerState(torch.zeros(1, 2, 16, 16, device=DEVICE), torch.zeros(1, 96, 3, device=DEVICE))

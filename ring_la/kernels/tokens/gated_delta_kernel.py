@@ -10,6 +10,8 @@ the convolution's tail and the states. All in fp32; only `out` is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,6 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.spans.table import width
-from ring_la.kernels.tokens.gated_delta import Weights
 
 WARPS = 16
 """Of a program, which holds a whole state."""
@@ -81,7 +82,7 @@ def _token(
 
 
 def gated_delta_token(
-    qkv: Tensor, b: Tensor, a: Tensor, z: Tensor, weights: Weights, tail: Tensor, state: Tensor, heads: int,
+    qkv: Tensor, b: Tensor, a: Tensor, z: Tensor, weights: Sequence[Tensor], tail: Tensor, state: Tensor, heads: int,
     beta_max: float = 1.0, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
     """``out [N, H V]`` in the dtype of `qkv`; `tail` and `state` are written over.
@@ -89,9 +90,9 @@ def gated_delta_token(
     Args:
         qkv: ``[N, 2 HK K + H V]``. b, a: ``[N, H]``. z: ``[N, H V]``. Rows of each may be any distance apart.
         tail: the last inputs of the convolution ``[N, 2 HK K + H V, W − 1]``. state: fp32 ``[N, H, K, V]``; contiguous.
-        heads: HK.
+        weights: as `gated_delta.Weights` has them. heads: HK.
     """
-    (N, H, K, V), W = state.shape, weights.conv.shape[1]
+    (N, H, K, V), W = state.shape, weights[0].shape[1]
     out = torch.empty(N, H * V, dtype=qkv.dtype, device=qkv.device)
     launch(
         _token, (N * heads,), qkv, b, a, z, *weights, tail, state, out, K**-0.5, beta_max, eps,
