@@ -108,7 +108,7 @@ def test_as_many_blocks_as_go_together_do_not_overflow():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs it itself")
 def test_blocks_products_in_one_launch_in_cuda(monkeypatch):
-    """`weight.cu` on a CPU: blocks in any order and in two launches have the same bits, and errors are those of before."""
+    """`weight.cu` on a CPU: blocks in any order and in two launches have the same bits; errors are those of before."""
     from ring_la.kernels.fixed import weight_hopper
     from tests.support.hopper import Emulated
 
