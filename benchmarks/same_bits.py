@@ -2,9 +2,8 @@
 
 python -m benchmarks.same_bits --tokens 2048 --dim 256
 torchrun --nproc-per-node 2 -m benchmarks.same_bits
-python -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 8192 --repeats 2
-
-torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 4096 --at-once --profile
+torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --at-once --profile
+torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --at-once --captured
 
 The digest is that of the loss and of all gradients of a step: runs with other numbers of ranks print the same one, of
 deterministic steps. `--config` is one of examples/configs, in bf16. `--at-once`: all blocks of a rank in one launch,
@@ -35,7 +34,7 @@ CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 
 
 def model_of(options: argparse.Namespace) -> HybridLM:
-    """The same on every rank, on its device."""
+    """The same on every rank, on the current device."""
     torch.manual_seed(0)
     if options.config is None:
         return HybridLM(HybridConfig(1024, options.dim, ["gdn", "gdn", "gdn", "attention"], options.dim // 64))
@@ -47,7 +46,8 @@ def model_of(options: argparse.Namespace) -> HybridLM:
 def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[float], str]:
     """Of each step, forward, backward and the sum of the gradients over the ranks; and the last one's digest."""
     cp = ContextParallel(deterministic=deterministic)
-    model = model_of(options).to(cp.device)
+    with cp.device:  # on a GPU a large one is made in no time
+        model = model_of(options)
     layout = cp.layout(options.tokens, "zigzag")
     rng = torch.Generator().manual_seed(1)
     ids = layout.shard(torch.randint(0, model.config.vocab_size, (1, options.tokens), generator=rng).to(cp.device))
@@ -72,7 +72,7 @@ def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[floa
     found = [cp.comm.all_reduce(loss.detach()).wait(), *(p.grad for p in model.parameters())]
     bits = hashlib.sha256()
     for name, t in zip(("loss", *(n for n, _ in model.named_parameters())), found):
-        own = t.float().cpu().numpy().tobytes()
+        own = t.cpu().view(-1).view(torch.uint8).numpy().tobytes()
         bits.update(own)
         if options.each and cp.rank == 0:
             print(f"    {hashlib.sha256(own).hexdigest()[:8]} {name}", flush=True)

@@ -92,7 +92,7 @@ class _Losses(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
         (d,) = ctx.saved_tensors
-        return (d * grad.reshape(-1, 1).to(d.dtype)).view(*grad.shape, -1), None, None
+        return (d * grad.reshape(-1, 1).to(d.dtype)).view(*grad.shape, d.shape[-1]), None, None
 
 
 @outside_graphs
