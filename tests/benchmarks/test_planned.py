@@ -72,7 +72,7 @@ def timed(config: Any, gpus: int, steps: list[dict[str, float]]) -> Run:
 
 TRAINED = {
     "hybrid_1b, 1,048,576 tokens, ": ("training-h200x4.json", "hybrid_1b"),
-    "hybrid_1b, 262,144 tokens ": ("training-h200x4.json", "hybrid_1b, 262,144 tokens, rates of today"),
+    "hybrid_1b, 262,144 tokens on four": ("training-h200x4.json", "hybrid_1b, 262,144 tokens, rates of today"),
     "linear_1b, 4,194,304 tokens": ("training-h200x4.json", "linear_1b"),
     "linear_1b, 131,072 tokens": ("training-profile-h200.json", "now"),
 }
