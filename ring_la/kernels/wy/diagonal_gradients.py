@@ -276,4 +276,4 @@ def diagonal_gradients(
             QUERIES=back is None, PREC=plan.precision, VARLEN=plan.packed, **how.options,
         )  # fmt: skip
     dv = None if back is None else value_gradient(plan, inputs, back.dr)
-    return Inputs(dq, dk, dv, dg, dbeta, da)  # type: ignore[arg-type]
+    return Inputs(dq, dk, dv, dg, dbeta, da)
