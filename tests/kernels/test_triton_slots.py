@@ -60,7 +60,8 @@ def test_bf16_errs_as_a_loop(monkeypatch, backend):
 
 @pytest.mark.parametrize("cu", [None, (0, 40, 41, 150)])
 @pytest.mark.parametrize("replayed", [False, True])
-def test_the_gradient_of_queries_alone(cu, replayed):
+@pytest.mark.parametrize("write", ["additive", "delta"])
+def test_the_gradient_of_queries_alone(cu, replayed, write):
     """What the other side of a state reads: the same as beside all other gradients, in the first call and the next."""
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
@@ -68,14 +69,16 @@ def test_the_gradient_of_queries_alone(cu, replayed):
     q, k, g = draw(B, T, 2, 20), draw(B, T, 2, 20), -draw(B, T, 2, 20).abs() / 8
     v, do, S0 = draw(B, T, 2, 36), draw(B, T, 2, 36), draw(B, N, 2, 20, 36)
     offsets = None if cu is None else torch.tensor(cu)
+    beta = draw(B, T, 2).sigmoid() if write == "delta" else None
+    k = normalize(k, dim=-1)
     make = Replay if replayed else families.recurrence
 
     def gradient(queries: bool) -> InputGradients:
-        local = make(Rule("additive", "diagonal"), Inputs(q, k, v, g), offsets, 0.5)
+        local = make(Rule(write, "diagonal"), Inputs(q, k, v, g, beta), offsets, 0.5)
         return local.gradients(Backward(S0, do, queries=queries), None)
 
     for _ in range(3 if replayed else 1):
         alone, whole = gradient(True).inputs, gradient(False).inputs
         torch.testing.assert_close(alone.q, whole.q)
-        assert alone.k is alone.v is alone.g is None
+        assert alone.k is alone.v is alone.g is alone.beta is None
         assert whole.k is not None

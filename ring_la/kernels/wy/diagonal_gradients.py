@@ -235,7 +235,7 @@ def gradient_kernel(
             )
         dq += own * y.to(tl.float32)
         dw += own * x.to(tl.float32)
-        if DELTA:
+        if DELTA and not QUERIES:
             dbe -= tl.sum(ya.to(tl.float32) * dread, 1)
             if ERASE:
                 put(head(da_, b, start, h, T, H, H, K), -(dread * of), t, n, d, H * K, K)
@@ -246,7 +246,7 @@ def gradient_kernel(
             put(head(dk_, b, start, h, T, H, H, K), dw, t, n, d, H * K, K)
             dg = tl.cumsum(dG, 0, reverse=True) + (edge + inside)[None, :]  # in fp32: most of it may cancel
             put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)
-    if DELTA:
+    if DELTA and not QUERIES:
         tl.store(head(dbeta_, b, start, h, T, H, H, 1) + t * H, dbe / divisor(be, dt), t < n)
 
 
@@ -254,15 +254,15 @@ def diagonal_gradients(
     plan: SpanPlan, inputs: Inputs, products: ChunkProducts, do: Tensor, chunks: ChunkStates, back: ChunkAdjoints | None
 ) -> Inputs:
     """The gradients of every chunk's inputs, all chunks at once: those of one reference, then those of levels. back:
-    None of an additive rule: that of q alone."""
+    None: that of q alone (not of a rule that erases)."""
     (B, T, H, HK, K, V), how, x = plan.sizes, plan.pick(GRADIENT_DIAGONAL), products.saved
     delta, full = plan.rule.write != "additive", plan.dtype == torch.float32
-    da = plan.tokens(K) if plan.rule.write == "erase" else None
+    da = plan.tokens(K) if plan.rule.write == "erase" and back is not None else None
     q, k, v = inputs.qkv
     dq = plan.new(B, T, H, K, dtype=q.dtype)
     dk, dg = (None, None) if back is None else (plan.tokens(K), torch.empty_like(inputs.g))
-    dr, adjoints = (None, chunks.states) if back is None else (back.dr, back.adjoints)  # read, but for nothing
-    dbeta = plan.new(B, T, H) if delta else None
+    dr, adjoints = (chunks.u, chunks.states) if back is None else (back.dr, back.adjoints)  # or read, but for nothing
+    dbeta = plan.new(B, T, H) if delta and back is not None else None
     for levelled in (False, True):
         launch(
             gradient_kernel, (plan.chunk_count, plan.rows),

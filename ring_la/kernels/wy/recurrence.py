@@ -103,7 +103,7 @@ class WYRecurrence:
         border: Border | None = None,
     ) -> InputGradients:
         plan, saved, dS_end = self.plan, WYSaved.of(backward.saved), self.plan.state(dS_end)
-        if backward.queries and plan.rule.write == "additive":
+        if backward.queries and plan.rule.decay == "diagonal" and plan.rule.write in ("additive", "delta"):
             return self._queries(backward)
         if border is not None:
             found = self._maps_back(backward, True)
