@@ -23,6 +23,7 @@ from tests.support.same_bits import LAYERS, OTHERS, differing, model, tokens
 pytestmark = pytest.mark.gpu(needs=2)
 
 LENGTHS, ALIKE = (70, 1, 99), (70, 70, 70)
+SOME = ["gdn", "mamba2", "attention"]
 FIRST_SECONDS = 400.0
 """A call may take: kernels are compiled in it."""
 
@@ -39,7 +40,7 @@ class Run(NamedTuple):
 
 
 ONE = Run()
-SPLIT = (ONE, Run(2, "zigzag"), Run(3), Run(4, "zigzag"), Run(4), Run(3, "zigzag", order=(2, 0, 1)))
+SPLIT = (ONE, Run(2, "zigzag"), Run(3), Run(4, "zigzag", order=(2, 0, 1)))
 
 
 def step_of(
@@ -86,6 +87,7 @@ def _made(step, ids: Tensor, m, way: str, cp, layout) -> Tensor:
     if way == "eager":
         return step(ids)
     if way == "compiled":
+        torch._dynamo.reset()  # ranks have compiled as much before, or one gives up where others go on
         loss = torch.compile(m.loss)(ids, layout=layout)
         loss.backward()
         return loss.detach()
@@ -118,8 +120,8 @@ def compare(ranks: Ranks, runs: tuple[Run, ...], layers: list[str], dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_every_split_and_packing(dtype, gpu_ranks, record_property):
-    runs = SPLIT if dtype == torch.bfloat16 else (Run(4, "zigzag", order=(2, 0, 1)),)
-    record_property("compared", compare(gpu_ranks, runs, LAYERS, dtype))
+    runs, layers = (SPLIT, LAYERS) if dtype == torch.bfloat16 else (SPLIT[-1:], SOME)
+    record_property("compared", compare(gpu_ranks, runs, layers, dtype))
 
 
 def test_rows_of_a_batch(gpu_ranks, record_property):
@@ -127,15 +129,15 @@ def test_rows_of_a_batch(gpu_ranks, record_property):
     record_property("compared", compare(gpu_ranks, runs, LAYERS, torch.bfloat16, lengths=ALIKE))
 
 
-@pytest.mark.parametrize("way", ["compiled", "captured"])
+@pytest.mark.parametrize("way", ["captured", "compiled"])
 def test_compiled_and_captured(way, gpu_ranks, record_property):
-    runs = (Run(way=way), Run(2, "zigzag", way=way), Run(4, "zigzag", way=way))
-    record_property("compared", compare(gpu_ranks, runs, ["gdn", "mamba2", "attention"], torch.bfloat16))
+    runs = (Run(2, "zigzag", way=way), Run(4, "zigzag", way=way))
+    record_property("compared", compare(gpu_ranks, runs, SOME, torch.bfloat16))
 
 
 def test_mailboxes(gpu_ranks, record_property):
     runs = (Run(2, "zigzag", transport="symmetric"), Run(4, "zigzag", transport="symmetric"))
-    record_property("compared", compare(gpu_ranks, runs, ["gdn", "attention"], torch.bfloat16))
+    record_property("compared", compare(gpu_ranks, runs, SOME, torch.bfloat16))
 
 
 @pytest.mark.gpu(needs=1)
@@ -159,10 +161,10 @@ def test_products_of_rows(N, K, transposed, record_property):
     record_property("cuBLAS", [(kind.transposed, found.alike, found.rows) for kind, found in kinds.items()])
 
 
-@pytest.mark.parametrize("layer", OTHERS)
-def test_other_layers(layer, gpu_ranks, record_property):
-    runs = (Run(4, "zigzag", order=(2, 0, 1)),)
-    record_property("compared", compare(gpu_ranks, runs, [layer], torch.bfloat16))
+@pytest.mark.parametrize("layers", [OTHERS[i : i + 4] for i in range(0, len(OTHERS), 4)], ids=" ".join)
+def test_other_layers(layers, gpu_ranks, record_property):
+    runs = (Run(3, "zigzag", order=(2, 0, 1)),)
+    record_property("compared", compare(gpu_ranks, runs, layers, torch.bfloat16))
 
 
 def test_a_launch_a_block(gpu_ranks, record_property):
