@@ -188,8 +188,7 @@ def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:
 def held(setting: Setting, gpus: int, tokens: float) -> float:
     """Bytes of one GPU: its shard of the training state, one block's gathered weights, what backward needs."""
     work = setting.work
-    elsewhere = 1 - tokens / setting.length if setting.spread else 0.0  # of the experts, on other ranks of the sequence
-    gathered = max(block.parameters - elsewhere * block.experts for block in work.blocks)
+    gathered = max(block.parameters - setting.spread * block.experts for block in work.blocks)
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
     kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
@@ -201,7 +200,8 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     logits = 4 * work.vocabulary * min(tokens, setting.loss_chunk)
     share = work.parameters / gpus
     gradients = (4 if setting.parameters == "float32" else 2) * share
-    at_hand = 4 * (gathered + work.ends)  # weights and gradients of a block, and of both ends through the backward pass
+    # weights and gradients of a block and of both ends, and gradients of the block before in fp32, on their way
+    at_hand = 4 * (gathered + work.ends) + 4 * gathered
     lasting = setting.state_bytes * share - gradients
     return lasting + max(kept, gradients) + at_hand + again + logits  # gradients come as what is kept goes
 

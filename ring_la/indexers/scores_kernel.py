@@ -10,6 +10,9 @@ from torch import Tensor
 from ..kernels.runtime.launch import launch
 from ..softmax.merging.parts import dense
 
+TILE = dict(BM=64, BN=128, num_warps=4, num_stages=2)
+"""Queries and keys of a program."""
+
 
 @triton.jit(do_not_specialize=("n", "m", "first", "heads"))
 def _scores(
@@ -52,10 +55,9 @@ def scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, firs
     wide = q.dtype == torch.float32
     if out.numel():
         launch(
-            _scores, (-(-n // 64), -(-m // 128), B),
+            _scores, (-(-n // TILE["BM"]), -(-m // TILE["BN"]), B),
             q, k, w, tokens.contiguous(), starts.contiguous(), out, n, m, first, heads, D,
             *q.stride()[:3], *k.stride()[:2], *w.stride(),
-            BM=64, BN=128, BD=max(16, triton.next_power_of_2(D)), PRECISION="ieee" if wide else "tf32",
-            num_warps=4, num_stages=2, tensors="any",
+            BD=max(16, triton.next_power_of_2(D)), PRECISION="ieee" if wide else "tf32", **TILE, tensors="any",
         )  # fmt: skip
     return out

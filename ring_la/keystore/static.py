@@ -75,6 +75,11 @@ class StaticRows:
         self.length[: self.rows] += 1
         self.here[: self.rows] += self._kept
 
+    @property
+    def columns_written(self) -> Tensor:
+        """The column that each row's new token goes to, int64 ``[rows]``."""
+        return self._at
+
     def put(self, memory: Tensor, x: Tensor) -> None:
         """Write each row's new token ``x [rows, 1, heads, ·]`` into ``memory [size, heads, capacity + 1, ·]``."""
         memory[self._each[: self.rows], :, self._at] = x[:, 0].to(memory.dtype)
@@ -153,6 +158,15 @@ class StaticKeys:
         self._write(k, v)
         factor = q.shape[3] ** -0.5 if scale is None else scale
         return self._attended(q, self._read(window, values=True), factor, softcap, sinks)
+
+    def decode_turned(self, qkv: Tensor, base: float | None, window: int = -1) -> Tensor:
+        """`decode` of a token's projections ``qkv [rows, (H + 2 heads) K]``, in the dtype of the keys: queries and keys
+        are turned by their position and `base` (None: not), and written, in one launch. CUDA alone."""
+        from .turned_kernel import turned_and_written  # needs Triton
+
+        rows = self.rows
+        q = turned_and_written(qkv, rows.columns_written, self.length, self.k, self.v, base)[:, None]
+        return self._attended(q, self._read(window, values=True), q.shape[3] ** -0.5, 0.0, None)
 
     def decode_latents(
         self,

@@ -102,6 +102,7 @@ class Definition:
             what gives None: there is none.
         opaque: of one made of others: on one device, too, it is one node to a compiler, which cannot follow what the
             host does between its parts.
+        alone: `describe` for calls without a layout, where that differs.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Definition:
     check: Callable[[Mapping[str, int]], None] | None = None
     opaque: bool = False
     at_once: Callable[..., Recurrence | None] | None = None
+    alone: Callable[..., Any] | None = None
 
     @property
     def composed(self) -> bool:

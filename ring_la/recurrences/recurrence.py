@@ -61,6 +61,7 @@ def recurrence(
     opaque: bool = False,
     at_once: Callable[..., Recurrence | None] | None = None,
     check: Callable[[Mapping[str, int]], None] | None = None,
+    alone: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
@@ -79,6 +80,7 @@ def recurrence(
         same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
             deterministic layouts are refused. opaque, at_once: see `Definition`.
         check: of a whole call: refuses sizes, by letter, that do not fit together, before ranks send anything.
+        alone: the description of calls without a layout, where it differs.
     """
 
     def define(describe: Callable[..., Any]) -> Public:
@@ -86,7 +88,7 @@ def recurrence(
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
             loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
-        rest = default_scale, states, flags, sizes, same_bits, check, opaque, at_once
+        rest = default_scale, states, flags, sizes, same_bits, check, opaque, at_once, alone
         return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
@@ -116,7 +118,7 @@ def _common(definition: Definition) -> list[inspect.Parameter]:
 
 def public(definition: Definition) -> Public:
     """The function of a definition: its own arguments, then the common keywords."""
-    describe = definition.describe
+    describe, alone = definition.describe, definition.alone or definition.describe
     own = _own(describe)
     common = _common(definition)
     names = frozenset(p.name for p in common)
@@ -127,7 +129,7 @@ def public(definition: Definition) -> Public:
     @functools.wraps(describe)
     def function(*args: Any, **keywords: Any) -> LinearAttentionOutput:
         options = CommonOptions(**{k: keywords.pop(k) for k in [*keywords] if k in names})
-        call = functools.partial(describe, *args, **keywords)
+        call = functools.partial(alone if options.layout is None else describe, *args, **keywords)
         compiling = torch.compiler.is_compiling()
         if compiling and composed and composed_operator.fits(definition, options):
             return composed_operator.traced(number, definition, dict(zip(names_of_own, args)) | keywords, options)

@@ -91,6 +91,31 @@ def test_index_scores(dtype):
     assert error(got.scores[there], want.scores[there]) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("topk", [1, 12, 2048, 4096])
+@pytest.mark.parametrize("kind", ["random", "rising", "equal"])
+def test_the_best_scores(kind, topk):
+    """Beside a sort that leaves equal scores as they stand; rising ones fill a row's list again and again."""
+    from ring_la.indexers import best_kernel
+
+    rng = torch.Generator("cuda").manual_seed(4)
+    s = torch.randn(2, 40, 3, 20_000, generator=rng, device="cuda")
+    if kind == "rising":
+        s = torch.arange(20_000.0, device="cuda").expand(s.shape)
+    elif kind == "equal":
+        s = s.mul(3).round()
+    s = s.masked_fill(torch.rand(s.shape, generator=rng, device="cuda") < 0.2, -torch.inf)
+    s[0, 7, :, 100:] = -torch.inf
+    want, at = (x[..., :topk] for x in s.sort(dim=-1, descending=True, stable=True))
+    places, scores = torch.empty_like(at, dtype=torch.int32), torch.empty_like(want)
+    lists, first = best_kernel.Lists(s, topk), 0
+    for chunk in s.split((9000, 1, 7999, 3000), -1):
+        lists.add(chunk, first)
+        first += chunk.shape[-1]
+    lists.write(places, scores)
+    assert torch.equal(places, at.masked_fill(torch.isneginf(want), -1).int())
+    assert torch.equal(scores, want)
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_the_loss_of_an_indexer(dtype):
     """Products of 16-bit numbers are wide: beside fp64 of the same numbers only sums are rounded, and its gradients."""

@@ -6,7 +6,7 @@
     pytest -m gpu tests/gpu/test_nccl.py --gpu-ranks 4              # the ranks share the GPUs there are: as right, slow
 
 ``@pytest.mark.gpu(needs=N)`` is a test on N GPUs (1; 0 for one that compiles without any), skipped where fewer are
-there; ranks of the pool (`gpu_ranks`) may share GPUs, with ``--gpu-ranks``. With ``-n`` workers have GPUs of their
+there; ranks of a pool (`gpu_ranks`) may share GPUs, with ``--gpu-ranks``. With ``-n`` workers have GPUs of their
 own as far as they go round, and share them beyond that. Without ``-m gpu`` the folder is not even read. The report
 has a row a test: its outcome, its seconds and what it recorded with `record_property`; it is written as rows come,
 so that a run cut off still counts.
@@ -23,12 +23,20 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "gpu"
+POOLS = {"gpu_ranks", "servers"}
+"""Fixtures whose ranks may share GPUs."""
 _start = time.monotonic()
+_ranks = 0
 
 
 def world(least: int = 1, otherwise: int = 4) -> int:
     """GPUs a test with many ranks runs on: all there are; `otherwise` where tests are only listed."""
     return max(least, torch.cuda.device_count() or otherwise)
+
+
+def ranks(least: int = 1) -> int:
+    """Ranks of the pool: one a GPU, or as many as are asked for."""
+    return max(world(least), _ranks)
 
 
 def asked(config: pytest.Config) -> bool:
@@ -54,6 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global _ranks
+    _ranks = config.getoption("gpu_ranks") or 0
     worker = getattr(config, "workerinput", None)
     if worker is None:
         if config.getoption("gpu_report"):
@@ -78,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker is None:
         return
     needs, gpus = marker.kwargs.get("needs", 1), torch.cuda.device_count()
-    ranks = item.config.getoption("gpu_ranks") if gpus and "gpu_ranks" in item.fixturenames else 0  # type: ignore[attr-defined]
+    ranks = item.config.getoption("gpu_ranks") if gpus and POOLS & {*item.fixturenames} else 0  # type: ignore[attr-defined]
     if max(gpus, ranks) < needs:
         pytest.skip(f"needs {needs} GPUs, {gpus} are here")
     if time.monotonic() - _start > item.config.getoption("gpu_seconds"):

@@ -36,6 +36,11 @@ INLINE float ex2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+INLINE float lg2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 template <bool FP16 = false> INLINE u32 pack(float first, float second) {
   u32 x;
   if constexpr (FP16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
@@ -143,6 +148,8 @@ INLINE void copy_out(void* to, u32 from, u32 bytes) {  // the other way; `copied
 INLINE void copy_out_all() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }  // behind the last copy_out
 INLINE void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // what was read may be written
 INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come
+// The two warps of a pair; `pair`: its number, from 0 to 13
+INLINE void between_two(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 2) : "memory"); }
 INLINE int load_acquire(const int* p) {
   int x;
   asm volatile("ld.acquire.gpu.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
@@ -201,13 +208,16 @@ template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], const u32* a, u
   if constexpr (FP16) WGMMA32("f16");
   else WGMMA32("bf16");
 }
-INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) {  // d [64, 64]
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-      "{%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
-      : F32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+#define WGMMA64(TYPE)                                                                                                 \
+  asm volatile(                                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"\
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "                                            \
+      "{%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"                                                                        \
+      : F32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more))
+template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) {  // d [64, 64]
+  if constexpr (FP16) WGMMA64("f16");
+  else WGMMA64("bf16");
 }
 // d [64, 128] += a [64, 16] b [16, 128]; b stored [k][n]
 #define WGMMA128(TYPE)                                                                                                \
@@ -245,12 +255,15 @@ template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], u64 a, u64 b, i
   if constexpr (FP16) WGMMA32_SHARED("f16");
   else WGMMA32_SHARED("bf16");
 }
-INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 1, 0;\n}"
-      : F32(d) : "l"(a), "l"(b), "r"(more));
+#define WGMMA64_SHARED(TYPE)                                                                                          \
+  asm volatile(                                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"\
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 1, 0;\n}"                 \
+      : F32(d) : "l"(a), "l"(b), "r"(more))
+template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) {
+  if constexpr (FP16) WGMMA64_SHARED("f16");
+  else WGMMA64_SHARED("bf16");
 }
 // d [64, 192] = a [64, 16] b [16, 192] (`more`: + d); a stored [k][m], b [k][n], both in shared memory
 #define WGMMA192_SHARED(TYPE)                                                                                         \

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...autograd import first_derivative_only, traced, wanting
+from ..choice import SHORT
 from .operator import Operator, fused, kernels_of
 from .skip import skip
 
@@ -30,6 +31,24 @@ def discretise(
     if not fused(x):
         return plain_discretise(x, dt, A, bias, softplus)
     return discretise_op(x, dt, A, bias, softplus)
+
+
+STEP_INSIDE = False
+"""Whether the recurrence's kernels multiply x by Δ themselves where they are known for it (`step_inside`)."""
+
+
+def step_inside(x: Tensor, B: Tensor) -> bool:
+    """Whether a recurrence on one device writes x times Δ by kernels that read both: of heads of 64 channels, an even
+    number of which shares keys of 128 (`scalar_decay.chunk_gradients`), and more than a few tokens."""
+    fits = B.dim() == 4 and (B.shape[-1], x.shape[-1]) == (128, 64) and x.shape[2] % (2 * B.shape[2]) == 0
+    return STEP_INSIDE and fits and x.dtype.itemsize == 2 and x.shape[1] > SHORT and fused(x) and not traced(x)
+
+
+def steps(dt: Tensor, A: Tensor, bias: Tensor | None = None, *, softplus: bool = False) -> tuple[Tensor, Tensor]:
+    """Δ and ``Δ A`` ``[B, T, H]``, in fp32 or wider; arguments as for `discretise`."""
+    one = dt.new_ones((), dtype=torch.promote_types(dt.dtype, torch.float32))
+    step, g = discretise(one.expand(*dt.shape, 1), dt, A, bias, softplus=softplus)
+    return step.squeeze(-1), g
 
 
 def discretise_and_skip(
