@@ -3,7 +3,7 @@ device or a split sequence."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
         return _reference(x, options)
     # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
     return AttentionOutput(*operator.attention(*operator.flat(x, AttentionCall.of(x, options))))
+
+
+def refuse(call: str, error: RingLAError, layout: object) -> NoReturn:
+    """Raise what is wrong before tensors can be looked at: under a layout on every rank."""
+    if isinstance(layout, ShardedLayout):
+        layout.agree(call, None, error)
+    raise error
 
 
 def _whole(x: Tensors, options: AttentionOptions) -> Moves:
@@ -151,6 +158,11 @@ def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     else:
         out = reference.attention(*x.qkv, sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
     return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
+
+
+def under_autocast(q: object) -> bool:
+    """Whether autocast is on where a tensor is."""
+    return isinstance(q, Tensor) and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
 
 
 def autocast(*tensors: Tensor | None) -> list[Any]:

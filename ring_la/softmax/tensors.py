@@ -93,6 +93,8 @@ def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
             continue
         if not isinstance(t, Tensor) or t.dtype not in FLOATS:
             raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))
+        if t.layout is not torch.strided:
+            raise ArgumentError(name, "a dense tensor", f"one of layout {t.layout}")
     if x.latent:
         _check_latents(x)
     else:
