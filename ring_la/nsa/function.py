@@ -163,6 +163,8 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
         if x.device != q.device or x.layout is not torch.strided:
             raise ArgumentError(name, f"dense tensors on {q.device}, where q is", f"{x.layout} on {x.device}")
     (B, Tq, H, K), (T, Hk), V = q.shape, k[0].shape[1:3], v[0].shape[3]
+    if layout is None and not Tq:
+        raise ArgumentError("q", "at least one token", list(q.shape))
     if not Hk or H % Hk:
         raise ArgumentError("q", f"a number of heads that is a multiple of the {Hk} of k", H)
     for name, given, width in (("k", k, K), ("v", v, V)):

@@ -187,8 +187,9 @@ def sparse_attention(
     Args:
         q, k, v: as in `attention`.
         chosen: int32 or int64 ``[B, Tq, Hk or 1, S]``, for all key heads or for each: places in the whole sequence (not
-            in the document, nor among this rank's tokens), each of the first key of a chosen block; −1: none. Blocks of
-            one query must not overlap. It has no gradient.
+            in the document, nor among this rank's tokens), each of the first key of a chosen block; −1, or a place
+            outside: none. Blocks of one query must not overlap: what is chosen twice counts twice. It has no gradient.
+            With validate="always" both are refused.
         block: keys that a choice stands for: the one at its place and the next.
         strategy: "ring", "all_gather", "chosen", or by the cost. "chosen" counts the keys that each rank's queries have
             chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for

@@ -21,7 +21,7 @@ from .geometry.placement import WholePlacement
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
 from .plan import Moves
-from .tensors import Tensors, check_tensors, name_of
+from .tensors import Tensors, check_choice, check_tensors, name_of
 
 
 def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) -> AttentionOutput:
@@ -190,6 +190,8 @@ def _check(x: Tensors, options: AttentionOptions, layout: Any) -> None:
         for name, t in x.named():
             if t is not None:
                 check_nan(name, t)
+        if x.chosen is not None:
+            check_choice(x.chosen, options.block, (options.kv_layout or layout).seq_len)
 
 
 def _kind_of_call(x: Tensors, options: AttentionOptions) -> tuple | None:

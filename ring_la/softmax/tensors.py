@@ -165,6 +165,16 @@ def _check_chosen(x: Tensors) -> None:
         raise ArgumentError("chosen", f"[B, Tq, heads, S] with B={B}, Tq={Tq}, {heads} heads", list(t.shape))
 
 
+def check_choice(chosen: Tensor, block: int, tokens: int) -> None:
+    """Refuse places that are none of the `tokens`, and blocks of a query that overlap; synchronises."""
+    low, high = (int(x) for x in chosen.aminmax()) if chosen.numel() else (-1, -1)
+    if low < -1 or high >= tokens:
+        raise ArgumentError("chosen", f"places from 0 to {tokens - 1}, or −1", f"{low} to {high}")
+    places = chosen.sort(-1).values
+    if bool(((places.diff(dim=-1) < block) & (places[..., :-1] >= 0)).any()):
+        raise ArgumentError("chosen", f"blocks of {block} that do not overlap", "a query with some that do")
+
+
 def _without_head(t: Tensor) -> list[int]:
     return [*t.shape[:2], *t.shape[3:]]
 
