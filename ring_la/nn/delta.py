@@ -158,7 +158,7 @@ class GatedDeltaNet(DeltaLayer):
         if not (parts and chosen and plain_linear(x, *projections, self.out_proj)):
             return None
         S, tail = (state or LayerState())[:2]
-        if S is None or tail is None or not fits(x, tail, S):
+        if S is None or tail is None or not fits(x, S):
             return None
         self.check(x, state, LayerCall(None, None, True, True))
         flat = x[:, 0]

@@ -79,7 +79,7 @@ def test_a_token_of_a_gated_delta_net(heads, K, V, W):
     with torch.no_grad():
         want = layer.double()(x.double(), state=before, output_state=True)
         layer.float()
-        assert fits(x, state.tail, state.recurrent)
+        assert fits(x, state.recurrent)
         weights = Weights(layer.conv.weight, layer.A_log, layer.dt_bias, layer.norm.weight)
         for t in range(3):
             y = [m(x[:, t]) for m in (layer.qkv_proj, layer.beta_proj, layer.decay_proj, layer.gate_proj)]

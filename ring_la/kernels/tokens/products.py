@@ -45,8 +45,8 @@ def normed_swiglu(x: Tensor, norm: PreNorm, linear: nn.Linear) -> Tensor:
 
 
 def added_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-    """``x [N, D']`` and ``y [N, D]`` through a linear layer."""
-    return _one(y, [linear.weight], added=x) if len(x) == 1 else torch.addmm(x, y, linear.weight.T)
+    """``x [N, D']`` and ``y [N, D]``, which may be wider, through a linear layer."""
+    return _one(y, [linear.weight], added=x) if len(x) == 1 else torch.addmm(x, y.to(x.dtype), linear.weight.T)
 
 
 def _one(

@@ -5,6 +5,9 @@
 where there is a norm; else r = c = 1. The norm's sum is taken beside the product's, so nothing waits for it. `out` is
 that of several weights side by side; or SiLU of the first half of one weight's rows times the second; or has something
 added. Sums are fp32, and what is written is rounded once.
+
+A program has its first tile of weights on its way before the launch before it has ended (`runtime.early`), and each
+tile while it multiplies the one before.
 """
 
 from __future__ import annotations
@@ -16,18 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.runtime.early import options, others_may_begin
 from ring_la.kernels.runtime.launch import launch
 
 WEIGHTS = 4
 """Side by side, at most."""
-TILE = (4, 512, 4, 1)
-"""Rows of a weight and channels of a program's tile, its warps, and tiles under way (benchmarks.tuning.products)."""
+TILE = (4, 512, 4)
+"""Rows of a weight and channels of a program's tile, and its warps (benchmarks.tuning.products)."""
 
 
 @triton.jit(do_not_specialize=("D0", "D1", "D2", "D3"))
 def _products(
     X, C, W0, W1, W2, W3, ADD, OUT, eps, D0, D1, D2, D3, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADDED: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BR rows of one weight ``[Di, D]`` (SWIGLU: and those as far behind its middle)."""
     p = tl.program_id(0)
@@ -43,18 +47,25 @@ def _products(
     row, live = r.to(tl.int64)[:, None] * D, (r < size)[:, None]
     total, other = tl.zeros((BR, BD), tl.float32), tl.zeros((BR, BD), tl.float32)
     square = tl.zeros((BD,), tl.float32)
-    for begin in tl.range(0, D, BD, num_stages=STAGES):
+    part = tl.load(w + row + d[None, :], live & (d < D)[None, :], other=0.0)
+    if SWIGLU:
+        behind = w + size.to(tl.int64) * D
+        second = tl.load(behind + row + d[None, :], live & (d < D)[None, :], other=0.0)
+    if EARLY:
+        others_may_begin()
+    for begin in range(0, D, BD):
         c = begin + d
-        inside = live & (c < D)[None, :]
-        part = tl.load(w + row + c[None, :], inside, other=0.0).to(tl.float32)
         x = tl.load(X + c, c < D, other=0.0).to(tl.float32)
         if NORM:
             square += x * x
             x *= tl.load(C + c, c < D, other=0.0).to(tl.float32)
-        total += part * x[None, :]
+        total += part.to(tl.float32) * x[None, :]
+        c += BD
+        inside = live & (c < D)[None, :]
+        part = tl.load(w + row + c[None, :], inside, other=0.0)
         if SWIGLU:
-            part = tl.load(w + row + (size.to(tl.int64) * D + c[None, :]), inside, other=0.0).to(tl.float32)
-            other += part * x[None, :]
+            other += second.to(tl.float32) * x[None, :]
+            second = tl.load(behind + row + c[None, :], inside, other=0.0)
     out = tl.sum(total, 1)
     if NORM:
         scale = tl.rsqrt(tl.sum(square, 0) / D + eps)
@@ -75,22 +86,24 @@ def products(
     *,
     swiglu: bool = False,
     added: Tensor | None = None,
-    tile: tuple[int, int, int, int] = TILE,
+    tile: tuple[int, int, int] = TILE,
+    begins: bool = True,
 ) -> Tensor:
-    """``x [1, D]`` with weights ``[Di, D]``: ``[1, Σ Di]`` in x's dtype; all contiguous. See the module's text.
+    """``x [1, D]`` of any dtype, with weights ``[Di, D]``: ``[1, Σ Di]`` in theirs; all contiguous. See the module's text.
 
     Args:
         norm: the norm's weight ``[D]``. eps: the norm's. swiglu: of one weight, whose rows are halved.
-        added: ``[1, Σ Di]``. tile: as `TILE`.
+        added: ``[1, Σ Di]``. tile: as `TILE`. begins: before the launch before it has ended, where GPUs can.
     """
     D, halves, missing = x.shape[1], 2 if swiglu else 1, WEIGHTS - len(weights)
     sizes, given = [w.shape[0] // halves for w in weights] + [0] * missing, [*weights, *[weights[0]] * missing]
-    BR, BD, warps, stages = tile
+    BR, BD, warps = tile
     BR = max(1, BR // halves)
-    out = torch.empty(1, sum(sizes), dtype=x.dtype, device=x.device)
+    out = torch.empty(1, sum(sizes), dtype=weights[0].dtype, device=x.device)
     launch(
         _products, (sum(triton.cdiv(size, BR) for size in sizes),),
         x, x if norm is None else norm, *given, x if added is None else added, out, eps, *sizes, D=D, BR=BR, BD=BD,
-        NORM=norm is not None, SWIGLU=swiglu, ADDED=added is not None, STAGES=stages, num_warps=warps, tensors="any",
+        NORM=norm is not None, SWIGLU=swiglu, ADDED=added is not None, num_warps=warps, tensors="any",
+        **options(x, begins),
     )  # fmt: skip
     return out
