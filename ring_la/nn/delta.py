@@ -162,8 +162,7 @@ class GatedDeltaNet(DeltaLayer):
             return None
         self.check(x, state, LayerCall(None, None, True, True))
         flat = x[:, 0]
-        y = normed_products(flat, norm, projections)
-        qkv, b, a, z = y.split([m.weight.shape[0] for m in projections], 1)
+        qkv, b, a, z = normed_products(flat, norm, projections)
         weights = Weights(self.conv.weight, self.A_log, self.dt_bias, self.norm.weight)
         gates = dict(beta_max=self.beta_max, eps=self.norm.eps)
         o = gated_delta_token(qkv, b, a, z, weights, tail, S, self.num_heads, **gates)

@@ -1,4 +1,4 @@
-"""Products of one row with weights that lie as nn.Linear has them: each weight is read once, by one launch.
+"""Products of a row with weights that lie as nn.Linear has them: each weight is read once a row, by one launch.
 
     out[i] = r Σ_d w[i, d] x[d] c[d],     r = rsqrt(mean_d x[d]² + eps), c the norm's weight
 
@@ -33,8 +33,11 @@ def _products(
     X, C, W0, W1, W2, W3, ADD, OUT, eps, D0, D1, D2, D3, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of one weight ``[Di, D]`` (SWIGLU: and those as far behind its middle)."""
-    p = tl.program_id(0)
+    """BR rows of one weight ``[Di, D]`` (SWIGLU: and those as far behind its middle), for one row of x."""
+    p, n = tl.program_id(0), tl.program_id(1)
+    X += n * D
+    ADD += n * (D0 + D1 + D2 + D3)
+    OUT += n * (D0 + D1 + D2 + D3)
     t0, t1, t2 = tl.cdiv(D0, BR), tl.cdiv(D1, BR), tl.cdiv(D2, BR)
     w, size, first, at = W0, D0, 0, p
     if p >= t0 + t1 + t2:
@@ -89,19 +92,20 @@ def products(
     tile: tuple[int, int, int] = TILE,
     begins: bool = True,
 ) -> Tensor:
-    """``x [1, D]`` of any dtype, with weights ``[Di, D]``: ``[1, Σ Di]`` in theirs; all contiguous. See the module's text.
+    """``x [N, D]`` of any dtype with weights ``[Di, D]``: ``[N, Σ Di]`` in theirs; all contiguous. See the module's
+    text.
 
     Args:
         norm: the norm's weight ``[D]``. eps: the norm's. swiglu: of one weight, whose rows are halved.
-        added: ``[1, Σ Di]``. tile: as `TILE`. begins: before the launch before it has ended, where GPUs can.
+        added: ``[N, Σ Di]``. tile: as `TILE`. begins: before the launch before it has ended, where GPUs can.
     """
-    D, halves, missing = x.shape[1], 2 if swiglu else 1, WEIGHTS - len(weights)
+    (N, D), halves, missing = x.shape, 2 if swiglu else 1, WEIGHTS - len(weights)
     sizes, given = [w.shape[0] // halves for w in weights] + [0] * missing, [*weights, *[weights[0]] * missing]
     BR, BD, warps = tile
     BR = max(1, BR // halves)
-    out = torch.empty(1, sum(sizes), dtype=weights[0].dtype, device=x.device)
+    out = torch.empty(N, sum(sizes), dtype=weights[0].dtype, device=x.device)
     launch(
-        _products, (sum(triton.cdiv(size, BR) for size in sizes),),
+        _products, (sum(triton.cdiv(size, BR) for size in sizes), N),
         x, x if norm is None else norm, *given, x if added is None else added, out, eps, *sizes, D=D, BR=BR, BD=BD,
         NORM=norm is not None, SWIGLU=swiglu, ADDED=added is not None, num_warps=warps, tensors="any",
         **options(x, begins),
