@@ -42,7 +42,7 @@ class Surroundings:
         modules = {n: x for n, x in values.items() if isinstance(x, nn.Module) and first[id(x)] == n}
         optimizers = {n: x for n, x in values.items() if isinstance(x, Optimizer)}
         places = [place for n, x in modules.items() for place in _places(n, x)]
-        leaves = {id(p): p for x in modules.values() for p in x.parameters() if p.requires_grad}
+        leaves: dict[int, Tensor] = {id(p): p for x in modules.values() for p in x.parameters() if p.requires_grad}
         leaves |= {id(p): p for x in optimizers.values() for group in x.param_groups for p in group["params"]}
         leaves |= {id(x): x for x in values.values() if isinstance(x, Tensor) and x.is_leaf and x.requires_grad}
         numbers = [number for n, x in optimizers.items() for number in _numbers(n, x)]
@@ -182,7 +182,7 @@ def _collect(step: Any, names: Names, seen: set[int]) -> None:
     seen.add(id(step))
     if isinstance(step, functools.partial):
         for n, x in [*enumerate(step.args), *step.keywords.items()]:
-            names[f"argument {n} of the partial"] = lambda x=x: x
+            names[f"argument {n} of the partial"] = functools.partial(_itself, x)
         _collect(step.func, names, seen)
     elif isinstance(step, nn.Module):
         names.setdefault(type(step).__name__, lambda: step)
@@ -196,7 +196,7 @@ def _collect(step: Any, names: Names, seen: set[int]) -> None:
         _collect(step.__func__, names, seen)
     elif isinstance(step, FunctionType):
         for name, cell in zip(step.__code__.co_freevars, step.__closure__ or ()):
-            names.setdefault(name, lambda cell=cell: cell.cell_contents)
+            names.setdefault(name, functools.partial(getattr, cell, "cell_contents"))
             _collect(_read(names[name]), names, seen)
         for name in _globals(step.__code__) & step.__globals__.keys():
             names.setdefault(name, functools.partial(step.__globals__.get, name))
@@ -231,6 +231,10 @@ def _address(x: object) -> int:
     """Where a plain tensor lies; 0 of all else."""
     plain = type(x) in (Tensor, nn.Parameter, nn.Buffer) and isinstance(x, Tensor) and x.layout == torch.strided
     return x.data_ptr() if plain else 0  # type: ignore[attr-defined]
+
+
+def _itself(x: object) -> object:
+    return x
 
 
 def _read(read: Callable[[], Any]) -> Any:
