@@ -81,10 +81,10 @@ def launched(forgets: bool) -> Question:
 
 
 def rwkv7() -> Question:
-    """RWKV-7 in chunks, which is today's, and in one launch each way, which a bound of its gate allows."""
+    """RWKV-7 in one launch each way, which a bound of its gate allows and which is today's, and in chunks."""
     case = CASES["rwkv7"]
-    arms = Arm("today", case.ours), Arm("one launch", case.ours, ((one_launch, "DPLR_BY_LAUNCH", True),))
-    shapes = "1x32768x32x128", "1x8192x32x128", "1x32768x8x128", "8x4096x16x128"
+    arms = Arm("today", case.ours), Arm("chunks", case.ours, ((one_launch, "DPLR_BY_LAUNCH", False),))
+    shapes = "1x32768x32x128", "1x8192x32x128", "1x2048x32x128", "1x32768x8x128", "8x4096x16x128"
     return Question(partial(inputs, case), case.truth, arms, shapes)
 
 
