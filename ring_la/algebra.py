@@ -47,6 +47,8 @@ class Rule:
     erase      S ← (I − β k aᵀ) D S + β k vᵀ            (a delta rule that erases along a key of its own)
     dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)
 
+    (β before a write that is additive may be given, too: ``S ← D S + β k vᵀ``)
+
     and then reads ``o = scale · Sᵀ q``, or by `reads` = "values" ``o = scale · S q``, with q as wide as v and o as k
     (transposed: a state that decays, and is corrected, along what is read). Any write goes with any decay; what a
     backend takes is its own. `lower_bound` is a log-decay below which no gate falls, where the caller knows one; it

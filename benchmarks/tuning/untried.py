@@ -21,8 +21,10 @@ from unittest import mock
 
 import torch
 
+from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
+from ring_la.kernels.spans import table
 from ring_la.kernels.wy import one_launch
 
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
@@ -88,10 +90,27 @@ def rwkv7() -> Question:
     return Question(partial(inputs, case), case.truth, arms, shapes)
 
 
+def mamba2(skips: bool) -> Question:
+    """Mamba-2 as it is, by pairs of heads with Δ in the recurrence's kernels; with fewer instructions a pair; with the
+    skip inside, too; and as it was, a head a program and Δ x made before."""
+    case, lean, skip = CASES["mamba2"], (table, "LEAN", True), (discretise, "SKIP_INSIDE", True)
+    was = (table, "PAIRED", False), (discretise, "STEP_INSIDE", False)
+
+    def draw(shape: Shape, device: str) -> Inputs:
+        x = inputs(case, shape, device)
+        return x | ({"D": torch.linspace(0.5, 1.5, shape.H, device=device).requires_grad_()} if skips else {})
+
+    arms = Arm("was", case.ours, was), Arm("today", case.ours), Arm("lean", case.ours, (lean, skip))
+    shapes = "1x32768x80x128x64", "1x4096x80x128x64", "8x4096x16x128x64"
+    return Question(draw, case.truth, arms, shapes[:1] if skips else shapes)
+
+
 QUESTIONS = {
     "gla": launched(forgets=True),
     "rwkv7": rwkv7(),
     "gla_slow": launched(forgets=False),
+    "mamba2": mamba2(skips=False),
+    "mamba2_skip": mamba2(skips=True),
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..errors import ArgumentError, UnsupportedError
+from . import strength
 from .other_side import OtherSide
 from .protocol import PLAIN, Inputs, Local, OutputUse
 from .pytorch.canonical import CanonicalRecurrence
@@ -111,6 +112,13 @@ def make_local(
             return PlainSums(rule, inputs, cu, scale)
         rule = Rule("additive", rule.decay)  # with keys and queries of ones it is the same
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
+    if strength.given(rule, inputs):
+        chunks = not recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs)
+        if not (chunks and strength.read(rule, inputs)):
+            without = functools.partial(
+                make_local, rule, cu=cu, scale=scale, mode=mode, backend=backend, use=use, canonical=canonical
+            )
+            return strength.Strengthened(without, inputs)
     if recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs, recurrent=True):
         chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)
         return _triton_tokens()[1](rule, inputs, cu, scale, chunked, use.in_place)

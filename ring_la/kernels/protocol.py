@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
 
     q, k ``[B,T,Hk,K]``, v ``[B,T,H,V]`` with H a multiple of Hk, g ``[B,T,H]`` or ``[B,T,H,K]`` (natural log, ≤ 0),
     beta ``[B,T,H]``, a and b ``[B,T,H,K]``. Under a rule that reads values q is ``[B,T,H,V]`` and k ``[B,T,H,K]``.
+    Additive writes may have beta, which v is written times, and a ``[B,T,H]``, which v is added to the output times.
     """
 
     q: Tensor
@@ -116,12 +117,14 @@ class Backward(NamedTuple):
         do: the gradient of o.
         saved: `Output.saved`, or nothing.
         gate: whether anybody wants g's gradient, which may be left out otherwise.
+        queries: whether nobody wants any but that of q: all others may be left out then.
     """
 
     S0: Tensor | None
     do: Tensor
     saved: tuple[Tensor | None, ...] = ()
     gate: bool = True
+    queries: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Case:
     decay: float = 0.1  # scale of −g; 30 forgets within a token
     gate: bool = True  # the decay's gradient is wanted
     static: bool = False  # a scalar decay is the same at every token
+    strong: bool = False  # what additive writes write is multiplied by β
+    skips: bool = False  # and some of v passes by
     bulk: bool = False  # tensors go by descriptor, however small
     gluon: bool = True  # kernels in Gluon are used where there are any
     waves: int = 0  # programs wanted in a pass over segments; 0: as for large inputs, so segments of one chunk
@@ -50,10 +52,12 @@ class Case:
             "diagonal": -self.decay * torch.rand(*bt, self.H, self.K, device=device) * head[:, None],
         }[decay]
         g = g.expand(*bt, self.H) if self.static else g
-        beta = torch.rand(*bt, self.H, device=device) if write in ("delta", "erase") else None
+        beta = torch.rand(*bt, self.H, device=device) if write in ("delta", "erase") or self.strong else None
         if beta is not None:
             beta[:, 3::7] = 0  # its gradient is not
         a = b = None
+        if self.skips:
+            a = torch.rand(self.H, device=device).expand(*bt, self.H)
         if write == "dplr":
             a = unit(*bt, self.H, self.K)
             b = -a * torch.rand(*bt, self.H, 1, device=device)
@@ -62,8 +66,9 @@ class Case:
         q, k = unit(*bt, self.Hk, self.K), unit(*bt, self.Hk, self.K)
         v = torch.randn(*bt, self.H, self.V, device=device)
         raw = Inputs(q, k, v, g, beta, a, b)
+        wide = ("g", "beta", "a") if self.strong else ("g",)
         return Inputs(
-            *(None if x is None else x.to(self.dtype if n != "g" else torch.float32) for n, x in raw._asdict().items())
+            *(None if x is None else x.to(torch.float32 if n in wide else self.dtype) for n, x in raw._asdict().items())
         )
 
 
@@ -82,13 +87,17 @@ def token_loop(rule: Rule, x: Inputs, S0: Tensor | None, scale: float, cu: tuple
                 g = x.g[:, t].exp()
                 decayed = S * (g[..., None, None] if rule.decay == "scalar" else g[..., None])
             write = x.v[:, t]
+            if rule.write == "additive" and x.beta is not None:
+                write = write * x.beta[:, t, :, None]
             if rule.write in ("delta", "erase"):
                 reads = k if rule.write == "delta" else x.a
                 write = (write - (decayed * reads[:, t, :, :, None]).sum(-2)) * x.beta[:, t, :, None]
             if rule.write == "dplr":
                 decayed = decayed + x.b[:, t, :, :, None] * (S * x.a[:, t, :, :, None]).sum(-2)[..., None, :]
             S = decayed + k[:, t, :, :, None] * write[..., None, :]
-            outs.append((S * q[:, t, :, :, None]).sum(-2) * scale)
+            o = (S * q[:, t, :, :, None]).sum(-2) * scale
+            skips = rule.write == "additive" and x.a is not None
+            outs.append(o + x.a[:, t, :, None] * x.v[:, t] if skips else o)
         ends.append(S)
     return torch.stack(outs, 1), torch.stack(ends, 1)
 

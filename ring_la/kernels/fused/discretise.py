@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...autograd import first_derivative_only, traced, wanting
+from ..choice import SHORT, triton_installed
 from .operator import Operator, fused, kernels_of
 from .skip import skip
 
@@ -32,6 +33,31 @@ def discretise(
     return discretise_op(x, dt, A, bias, softplus)
 
 
+STEP_INSIDE = True
+"""Whether the recurrence's kernels multiply x by Δ themselves where they are known for it (`step_inside`)."""
+SKIP_INSIDE = False
+"""Whether they add the skip, too; else such calls go by `discretise_and_skip`."""
+
+
+def step_inside(x: Tensor, B: Tensor, D: Tensor | None) -> bool:
+    """Whether a recurrence on one device writes x times Δ by kernels that read both: on Hopper, of heads of 64 channels,
+    an even number of which shares keys of 128 (`scalar_decay.chunk_gradients`), and more than a few tokens."""
+    fits = B.dim() == 4 and (B.shape[-1], x.shape[-1]) == (128, 64) and x.shape[2] % (2 * B.shape[2]) == 0
+    fits = fits and x.dtype.itemsize == 2 and x.shape[1] > SHORT and (D is None or (SKIP_INSIDE and D.dim() == 1))
+    if not (STEP_INSIDE and fits and x.is_cuda and triton_installed()) or traced(x):
+        return False
+    from ..spans.plan import hopper
+
+    return hopper(x.device)
+
+
+def steps(dt: Tensor, A: Tensor, bias: Tensor | None = None, *, softplus: bool = False) -> tuple[Tensor, Tensor]:
+    """Δ and ``Δ A`` ``[B, T, H]``, in fp32 or wider; arguments as for `discretise`."""
+    one = dt.new_ones((), dtype=torch.promote_types(dt.dtype, torch.float32))
+    step, g = discretise(one.expand(*dt.shape, 1), dt, A, bias, softplus=softplus)
+    return step.squeeze(-1), g
+
+
 def discretise_and_skip(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor, *, softplus: bool = False
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
@@ -47,11 +73,11 @@ def discretise_and_skip(
         v, g = discretise(x, dt, A, bias, softplus=softplus)
         return v, g, lambda y: skip(y, x, D)
     v, g, through = _Beside.apply(x, dt, A, bias, D, softplus)
-    return v, g, lambda y: _Added.apply(y, through, D.detach())
+    return v, g, lambda y: Added.apply(y, through, D.detach())
 
 
 class _Beside(torch.autograd.Function):
-    """Δ x, Δ A and x, whose gradient comes back from `_Added` as that of D ⊙ x."""
+    """Δ x, Δ A and x, whose gradient comes back from `Added` as that of D ⊙ x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor, softplus: bool):
@@ -73,7 +99,7 @@ class _Beside(torch.autograd.Function):
         return *backward_beside(dv, dg, do, x, dt, A, bias, D, ctx.softplus), None
 
 
-class _Added(torch.autograd.Function):
+class Added(torch.autograd.Function):
     """``y + D ⊙ x``. x gets the output's gradient as it is: what `_Beside` makes of it."""
 
     @staticmethod

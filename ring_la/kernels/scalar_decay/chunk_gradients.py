@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.scalar_decay.operands import Gates, columns, constant
+from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import ADDITIVE_GRADIENT
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
@@ -30,12 +31,13 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def additive_gradient_kernel(
-    q, k, v, do, F, states, adjoints, dq_, dk_, dv_, dg_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STATIC: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, v, do, F, SKIPPED, states, adjoints, dq_, dk_, dv_, dg_, db_, da_, table, T, NC, scale, H: tl.constexpr,
+    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    STATIC: tl.constexpr, STRONG: tl.constexpr, SKIP: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BK key channels a step. `states` and `adjoints` [B, NC, H, K, V] are S and R of every chunk; dg
-    [B, T, H]. F and STATIC as for `attend.attend_kernel`."""
+    [B, T, H]. F and STATIC as for `attend.attend_kernel`. STRONG: v comes times β, whose gradient is db [B, T, H];
+    SKIP: and times SKIPPED [H], whose gradient by token is da [B, T, H], it is added to the output."""
     s = tl.program_id(0) // H  # the heads of a chunk side by side, as they lie in memory
     h = tl.program_id(0) % H
     b = tl.program_id(1)
@@ -65,10 +67,18 @@ def additive_gradient_kernel(
     seen = t[:, None] >= t[None, :]  # [i, j]
     sees = t[:, None] <= t[None, :]  # [j, i]
     A = tl.dot(w, tl.trans(z), input_precision=PREC)
+    if SKIP:
+        da = tl.sum(tl.where(t[:, None] == t[None, :], A, 0.0), 1)
+        tl.store(da_ + (b.to(tl.int64) * T + start + t) * H + h, da, t < n)
     A *= tl.exp2(tl.where(seen, g[:, None] - g[None, :], float("-inf"))) * scale
+    if STRONG:
+        step = tl.load(f + 3 * C + t)
+        A *= step[None, :]
     A = A.to(z.dtype)
     B = tl.dot(z, tl.trans(w), input_precision=PREC)
     B *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf"))) * scale
+    if STRONG:
+        B *= step[:, None]
     B = B.to(z.dtype)
     one = tl.where(n > 0, 1.0, 0.0)  # what the compiler does not know, or it would chain two products …
     nought = tl.where(n > 0, 0.0, 1.0)  # … or hold one, rather than make it again
@@ -76,6 +86,7 @@ def additive_gradient_kernel(
     dv = tl.zeros([C, BV], tl.float32)
     reads = tl.zeros([C], tl.float32)
     writes = tl.zeros([C], tl.float32)
+    written = tl.zeros([C], tl.float32)  # before factors
     through = tl.zeros([BK], tl.float32)
     for m in range(0, K, BK):
         d = m + tl.arange(0, BK)
@@ -90,6 +101,8 @@ def additive_gradient_kernel(
         P = tl.dot(y, tl.trans(x), P, input_precision=PREC)
         dv = tl.dot(y, R, dv, input_precision=PREC)
         through += tl.sum(S.to(tl.float32) * R.to(tl.float32), 1)
+        if STRONG:
+            written += tl.sum(dk * y.to(tl.float32), 1)
         dk *= reach[:, None]
         writes += tl.sum(dk * y.to(tl.float32), 1)
         put(dk_, dk + dk_inside * one, t, n, d, H * K, K)
@@ -98,9 +111,15 @@ def additive_gradient_kernel(
         put(dq_, dq + dq_inside * one, t, n, d, H * K, K)
     P *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf"))) * scale
     dv *= reach[:, None]
-    dv += tl.dot(P.to(z.dtype), w, input_precision=PREC)
+    dv += tl.dot(((P * step[:, None]) if STRONG else P).to(z.dtype), w, input_precision=PREC)
+    if SKIP:
+        dv += w.to(tl.float32) * tl.load(SKIPPED + h).to(tl.float32)
     put(head(dv_, b, start, h, T, H, H, V), dv, t, n, e, H * V, V)
     pairs = P * tl.dot(z, tl.trans(w), tl.zeros([C, C], tl.float32) + nought, input_precision=PREC)
+    if STRONG:
+        db = tl.sum(pairs, 1) + written * tl.exp2(gc - g)
+        tl.store(db_ + (b.to(tl.int64) * T + start + t) * H + h, db, t < n)
+        pairs *= step[:, None]
     pairs = tl.where(t[:, None] < t[None, :], pairs, 0.0)
     reads += tl.sum(pairs, 0) - tl.sum(pairs, 1)
     dg = tl.cumsum(reads, 0, reverse=True) + tl.cumsum(writes, 0) - writes + tl.sum(through, 0) * tl.exp2(gc)
@@ -110,21 +129,47 @@ def additive_gradient_kernel(
 def chunk_gradients(
     plan: SpanPlan, gates: Gates, inputs: Inputs, do: Tensor, states: Tensor, adjoints: Tensor
 ) -> Inputs:
-    """All gradients of all chunks at once, from the states before the chunks and the gradients of those after them."""
+    """All gradients of all chunks at once, from the states before the chunks and the gradients of those after them; dq
+    and dk by head, or summed by pairs of heads."""
     how, (B, T, H, HK, K, V) = plan.pick(ADDITIVE_GRADIENT), plan.sizes
-    dq, dk, dv, dg = plan.tokens(K), plan.tokens(K), plan.tokens(V), plan.new(B, T, H)
-    args = (
-        *inputs.qkv, do, gates.read, states, adjoints, dq, dk, dv, dg, plan.chunks.table, T, plan.chunk_count,
-        plan.scale,
-    )  # fmt: skip
+    dv, dg = plan.tokens(V), plan.new(B, T, H)
+    db = plan.new(B, T, H) if gates.strong else None
+    da = None if gates.skip is None else plan.new(B, T, H)
+    paired = not gates.constant and by_pairs(plan)
+    dq, dk = (plan.new(B, T, H // 2 if paired else H, K, dtype=plan.dtype) for _ in range(2))
+    read, rest = (*inputs.qkv, do, gates.read), (plan.chunks.table, T, plan.chunk_count, plan.scale)
+    args = (*filled(*read, gates.skip, states, adjoints, dq, dk, dv, dg, db, da), *rest)
+    strong = dict(STRONG=gates.strong, SKIP=gates.skip is not None)
     shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
-    if not gates.constant and plan.gluon:
+    if paired:
+        launch(
+            paired_kernel(), (plan.chunk_count * (H // 2), B), *args, H=H, HK=HK, C=plan.chunk,
+            VARLEN=plan.packed, **strong, num_warps=4,
+        )  # fmt: skip
+    elif not (gates.constant or gates.strong) and plan.gluon:
         from ring_la.kernels.scalar_decay.chunk_gradients_hopper import additive_gradient_hopper_kernel
 
+        args = (*read, states, adjoints, dq, dk, dv, dg, *rest)
         launch(additive_gradient_hopper_kernel, (plan.chunk_count * H, B), *args, **shape, num_warps=4)
     else:
         launch(
             additive_gradient_kernel, (plan.chunk_count * H, B), *args, **shape, BK=how.block, BV=columns(V),
-            STATIC=gates.constant, PREC=plan.precision, **how.options,
+            STATIC=gates.constant, **strong, PREC=plan.precision, **how.options,
         )  # fmt: skip
-    return Inputs(dq, dk, dv, dg)
+    return Inputs(dq, dk, dv, dg, db, da)
+
+
+def paired_kernel() -> Any:
+    if table.LEAN:
+        from ring_la.kernels.scalar_decay.paired_gradients_lean_hopper import paired_gradient_lean_kernel
+
+        return paired_gradient_lean_kernel
+    from ring_la.kernels.scalar_decay.paired_gradients_hopper import paired_gradient_kernel
+
+    return paired_gradient_kernel
+
+
+def by_pairs(plan: SpanPlan) -> bool:
+    """Whether a program takes two heads, which then share a q and k, and leaves dq and dk of both."""
+    _, _, H, HK, K, V = plan.sizes
+    return table.PAIRED and plan.gluon and (K, V) == (128, 64) and H // HK % 2 == 0

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
@@ -51,10 +51,13 @@ def constant(rate, scale, n, t):
 
 class Gates(NamedTuple):
     """What passes read of a scalar decay: its factors by token (see `triton.gates`) or, if it is `constant`, that of
-    each head; None: there is no decay."""
+    each head; None: there is no decay. `strong`: what is written is multiplied by β, which the factors have. `skip`:
+    what v is added to the output times [H]."""
 
     read: Tensor | None = None
     constant: bool = False
+    strong: bool = False
+    skip: Tensor | None = None
 
     @property
     def present(self) -> bool:
@@ -74,10 +77,11 @@ def by_token(plan: SpanPlan, inputs: Inputs, factors: Tensor | None = None) -> G
         factors, chunks, (B, T, H, *_) = plan.factors(), plan.chunks, plan.sizes
         block = min(16, power_of_2(H))
         launch(
-            factors_kernel, (chunks.count, cdiv(H, block), B), inputs.g, factors, chunks.table, T, chunks.count,
-            plan.scale, H=H, C=plan.chunk, BH=block, STATIC=plan.by_head, VARLEN=plan.packed, num_warps=4,
+            factors_kernel, (chunks.count, cdiv(H, block), B), *filled(inputs.g, inputs.beta), factors, chunks.table, T,
+            chunks.count, plan.scale, H=H, C=plan.chunk, BH=block, STATIC=plan.by_head,
+            STRONG=inputs.beta is not None, VARLEN=plan.packed, num_warps=4,
         )  # fmt: skip
-    return Gates(factors)
+    return Gates(factors, strong=inputs.beta is not None, skip=inputs.a)
 
 
 def columns(D: int) -> int:

@@ -123,7 +123,8 @@ class SpanPlan:
         else:
             spans = Runs.of(T, span_length(rule, sizes, chunk, v.dtype), chunk, cu)
             chunks = None if rule.transition == "identity" else Runs.of(T, chunk, chunk, cu)
-        constant = scalar and once(g).shape[:2] != (B, T)
+        strong = rule.write == "additive" and inputs.beta is not None  # by token, and so are then its factors
+        constant = scalar and not strong and once(g).shape[:2] != (B, T)
         by_head = scalar and g.shape[:2] != (B, T)
         return cls(
             rule, float(scale), sizes, v.dtype, v.device, chunk, spans, chunks, cu is not None, constant, by_head
@@ -205,8 +206,12 @@ class SpanPlan:
 
     def ready(self, inputs: Inputs) -> Inputs:
         """Inputs as kernels take them: aligned, and products' operands of one dtype (but see `query_dtype`)."""
+        skips = self.rule.write == "additive"  # a is then what of v passes by, a number a head
+        inputs = inputs._replace(a=once(inputs.a)) if skips else inputs
         q, k, v, g, beta, a, b = (None if x is None else aligned(x) for x in inputs)
-        k, a, b = (x if x is None or x.dtype == self.dtype else x.to(self.dtype) for x in (k, a, b))
+        if not skips:
+            a, b = (x if x is None or x.dtype == self.dtype else x.to(self.dtype) for x in (a, b))
+        k = k if k.dtype == self.dtype else k.to(self.dtype)
         q = q.to(query_dtype(self.rule, q, self.dtype))
         return Inputs(q, k, v, g, beta, a, b)
 
@@ -218,14 +223,14 @@ class SpanPlan:
 
     def as_given(self, given: Inputs, grads: Inputs) -> Inputs:
         """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
-        B, T, H, HK, K, _ = self.sizes
+        B, T, _, HK, K, _ = self.sizes
         out: list[Any] = []
         for name, x, grad in zip(Inputs._fields, given, grads):
             if x is None or grad is None:
                 out.append(None)
                 continue
-            if name in ("q", "k") and HK != H:
-                grad = summed(grad.view(B, T, H, K), HK, x.dtype)
+            if name in ("q", "k") and grad.numel() != x.numel():  # of value heads, or of pairs of them
+                grad = summed(grad.view(B, T, -1, K), HK, x.dtype)
             out.append(grad.to(x.dtype))
         return Inputs(*out)
 

@@ -34,11 +34,12 @@ def running(g, C: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def factors_kernel(
-    g, out, table, T, NC, scale, H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, STATIC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    g, beta, out, table, T, NC, scale, H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, STATIC: tl.constexpr,
+    STRONG: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """By token, chunk by chunk [B, NC, H, 4, C]: G / ln 2, scale · e^G, e^{G_C − G} of a scalar decay; the last row is
-    for the delta rules' β (`chunk_factors`). STATIC: g has one decay a head for all tokens, [H].
+    for the delta rules' β (`chunk_factors`). STATIC: g has one decay a head for all tokens, [H]. STRONG: the third row
+    comes times β [B, T, H], which is the last.
 
     Past a chunk's end G stays what it was and β is 0, so that whole rows are read without asking where it ends.
     """
@@ -56,7 +57,12 @@ def factors_kernel(
     G = tl.cumsum(x, 1)
     tl.store(out + at, G, inside)
     tl.store(out + at + C, tl.exp2(G) * scale, inside)
-    tl.store(out + at + 2 * C, tl.exp2(tl.cumsum(x, 1, reverse=True) - x), inside)
+    rest = tl.exp2(tl.cumsum(x, 1, reverse=True) - x)
+    if STRONG:
+        be = tl.load(beta + token, live, other=0.0).to(tl.float32)
+        tl.store(out + at + 3 * C, be, inside)
+        rest *= be
+    tl.store(out + at + 2 * C, rest, inside)
 
 
 LEAST = tl.constexpr(2.0**-60)

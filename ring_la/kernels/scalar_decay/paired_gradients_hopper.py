@@ -1,0 +1,245 @@
+"""`chunk_gradients` for Hopper, in Gluon, where two heads of 64 value channels share keys of 128: a chunk of both a
+program.
+
+A program reads q and k once for both, and leaves the sums of both heads' dq and dk. What is inside a chunk is summed
+before it is multiplied, (A_1 + A_2) k for A_1 k + A_2 k, as pairs do; what comes in with the state is read apart, since
+the decays' gradients want it by head. With β (`scalar_decay.recurrence`), x for v and u the sums below,
+
+    dx_j = β_j dv_j            dβ_j = e^{G_C−G_j} u_j + Σ_{i≥j} P_ji (x_j·do_i)            u_j = k_j · R x_j
+
+dk's two halves come first: with them x is done with, and its memory serves what is stored. The second half of S comes
+where the first was, while dv is made.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from ring_la.kernels.triton.gluon_tiles import (
+    arrived,
+    ask,
+    ask_whole,
+    chunk_here,
+    passing,
+    plus,
+    product,
+    put,
+    weights,
+    widened,
+)
+from ring_la.kernels.triton.tiles import SIZES
+
+
+@gluon.jit
+def by_token(x, FLAT: gl.constexpr):
+    """Sums of rows, found by here: the compiler puts off what is used late, and keeps all its terms, unless it goes
+    through shared memory."""
+    return gl.convert_layout(gl.sum(x, 1), FLAT)
+
+
+@gluon.jit
+def from_states(rows, first, second, dotted, inside, pairs, factor, factor2, u, u2, zeros, FLAT: gl.constexpr):
+    """64 channels of dq or dk: of each head `rows` times its state, by a factor a token, and once `pairs` times
+    `inside`; and u, u2, to which the heads' products with `dotted` are added before they are multiplied."""
+    x = product(rows.index(0), first, zeros)
+    y = product(rows.index(1), second, zeros)
+    z = widened(dotted.load(zeros.type.layout))
+    x = warpgroup_mma_wait(1, deps=[x])
+    u += by_token(x * z, FLAT)
+    x = x * factor[:, None]
+    y, _ = warpgroup_mma_wait(0, deps=[y, rows])
+    u2 += by_token(y * z, FLAT)
+    x = warpgroup_mma(pairs, inside, x + y * factor2[:, None], is_async=True)
+    return warpgroup_mma_wait(0, deps=[x]), u, u2
+
+
+@gluon.jit
+def pairs_of(P, B, g_row, g_column, seen, before, step, scale, STRONG: gl.constexpr, FLAT: gl.constexpr):
+    """Of a head, [j, i]: the factors of do in dv and of q in dk, what the pairs give the decay's gradient by token, and
+    β's. B: x·do."""
+    decay = weights(seen, g_column[None, :] - g_row[:, None]) * scale
+    P = P * decay
+    pairs = P * B
+    B = B * decay
+    to_step = g_row
+    if STRONG:
+        to_step = by_token(pairs, FLAT)
+        P = P * step[:, None]
+        B = B * step[:, None]
+        pairs = pairs * step[:, None]
+    pairs = gl.where(before, pairs, 0.0)
+    reads = gl.convert_layout(gl.sum(pairs, 0), FLAT) - by_token(pairs, FLAT)
+    return P, B, reads, to_step
+
+
+@gluon.jit
+def gate_gradient(dg, reads, writes, through, t, n, H: gl.constexpr):
+    """Store that of a head, from what its tokens read and write and what passes through the chunk."""
+    sums = gl.associative_scan(reads, 0, plus, reverse=True) + gl.associative_scan(writes, 0, plus) - writes
+    gl.store(dg + t * H, sums + through, mask=t < n)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def paired_gradient_kernel(
+    q, k, v, do, F, SKIPPED, states, adjoints, dq_, dk_, dv_, dg_, db_, da_, table, T, NC, scale, H: gl.constexpr,
+    HK: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr, STRONG: gl.constexpr, SKIP: gl.constexpr,
+):  # fmt: skip
+    """One chunk of C = 64 tokens of two heads, K 128 and V 64, 4 warps; arguments as for `additive_gradient_kernel`,
+    dq and dk [B, T, H / 2, K]."""
+    s, pair, b, start, n = chunk_here(table, T, H // 2, C, VARLEN)
+    if n <= 0:
+        return
+    D: gl.constexpr = 64
+    K: gl.constexpr = 2 * D
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
+    STATE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    kind: gl.constexpr = v.dtype.element_ty
+    z = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
+    w = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
+    x = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
+    y = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
+    R = gl.allocate_shared_memory(kind, [4, D, D], SHARED)
+    S = gl.allocate_shared_memory(kind, [2, D, D], SHARED)
+
+    h = 2 * pair
+    chunk = (b.to(gl.int64) * NC + s) * H + h
+    token = b.to(gl.int64) * T + start
+    q += (token * HK + h // (H // HK)) * K
+    k += (token * HK + h // (H // HK)) * K
+    v += (token * H + h) * D
+    do += (token * H + h) * D
+    states += chunk * (K * D)
+    adjoints += chunk * (K * D)
+    for a in gl.static_range(2):
+        ask(z.index(a), v + a * D, n, D, H * D)
+        ask(w.index(a), do + a * D, n, D, H * D)
+    async_copy.commit_group()
+    for m in gl.static_range(2):
+        ask(x.index(m), q + m * D, n, D, HK * K)
+        ask(y.index(m), k + m * D, n, D, HK * K)
+    async_copy.commit_group()
+    for m in gl.static_range(4):  # halves of the first head's, then of the second's
+        ask_whole(R.index(m), adjoints + m * D * D, D, D)
+    async_copy.commit_group()
+    for a in gl.static_range(2):
+        ask_whole(S.index(a), states + a * K * D, D, D)
+    async_copy.commit_group()
+
+    f = F + chunk * (4 * C)
+    row = gl.arange(0, C, gl.SliceLayout(1, TILE))
+    column = gl.arange(0, C, gl.SliceLayout(0, TILE))
+    zeros = gl.zeros([C, D], gl.float32, TILE)
+    none = gl.zeros([C], gl.float32, FLAT)
+    g_row = gl.load(f + row)
+    g_row2 = gl.load(f + 4 * C + row)
+    g_column = gl.load(f + column)
+    g_column2 = gl.load(f + 4 * C + column)
+    step = g_row
+    step2 = g_row2
+
+    arrived(3)
+    A = product(w.index(0), z.index(0), zeros)  # [i, j]
+    A2 = product(w.index(1), z.index(1), zeros)
+    past = row[:, None] >= column[None, :]
+    decay = weights(past, g_row[:, None] - g_column[None, :]) * scale
+    if STRONG:
+        step = gl.load(f + 3 * C + row)
+        step2 = gl.load(f + 7 * C + row)
+        decay *= gl.load(f + 3 * C + column)[None, :]
+    A = warpgroup_mma_wait(1, deps=[A])
+    t = gl.arange(0, C, FLAT)
+    if SKIP:
+        same = row[:, None] == column[None, :]
+        da_ += token * H + h
+        gl.store(da_ + t * H, by_token(gl.where(same, A, 0.0), FLAT), mask=t < n)
+    A = A * decay
+    decay = weights(past, g_row2[:, None] - g_column2[None, :]) * scale
+    if STRONG:
+        decay *= gl.load(f + 7 * C + column)[None, :]
+    A2 = warpgroup_mma_wait(0, deps=[A2])
+    if SKIP:
+        gl.store(da_ + t * H + 1, by_token(gl.where(same, A2, 0.0), FLAT), mask=t < n)
+    A = gl.convert_layout((A + A2 * decay).to(kind), LEFT)
+
+    arrived(2)
+    P = product(y.index(0), x.index(0), zeros)  # k·q, [j, i]
+    P = warpgroup_mma(y.index(1), x.index(1).permute((1, 0)), P, is_async=True)
+    B = product(z.index(0), w.index(0), zeros)
+    B2 = product(z.index(1), w.index(1), zeros)
+    P, B, B2 = warpgroup_mma_wait(0, deps=[P, B, B2])
+    seen = row[:, None] <= column[None, :]
+    before = row[:, None] < column[None, :]
+    P1, B, reads, to_step = pairs_of(P, B, g_row, g_column, seen, before, step, scale, STRONG, FLAT)
+    P1 = gl.convert_layout(P1.to(kind), LEFT)
+    P2, B2, reads2, to_step2 = pairs_of(P, B2, g_row2, g_column2, seen, before, step2, scale, STRONG, FLAT)
+    P2 = gl.convert_layout(P2.to(kind), LEFT)
+    B = gl.convert_layout((B + B2).to(kind), LEFT)
+
+    arrived(1)
+    reach = gl.load(f + 2 * C + row)
+    reach2 = gl.load(f + 6 * C + row)
+    dk, u, u2 = from_states(
+        z, R.index(0), R.index(2), y.index(0), x.index(0), B, reach, reach2, none, none, zeros, FLAT
+    )  # fmt: skip
+    dk_later, u, u2 = from_states(
+        z, R.index(1), R.index(3), y.index(1), x.index(1), B, reach, reach2, u, u2, zeros, FLAT
+    )  # fmt: skip
+    dq_ += (token * (H // 2) + pair) * K
+    dk_ += (token * (H // 2) + pair) * K
+    put(dk_, dk, n, D, H // 2 * K)
+    put(dk_ + D, dk_later, n, D, H // 2 * K)
+
+    arrived(0)
+    keep = gl.load(f + C + row)
+    keep2 = gl.load(f + 5 * C + row)
+    dq, r, r2 = from_states(
+        w, S.index(0), S.index(1), x.index(0), y.index(0), A, keep, keep2, none, none, zeros, FLAT
+    )  # fmt: skip
+    through = passing(S.index(0), R.index(0), STATE)
+    through2 = passing(S.index(1), R.index(2), STATE)
+    gl.thread_barrier()
+    for a in gl.static_range(2):
+        ask_whole(S.index(a), states + a * K * D + D * D, D, D)
+    async_copy.commit_group()
+    put(dq_, dq, n, D, H // 2 * K)
+    dv = warpgroup_mma(y.index(0), R.index(0), zeros, use_acc=False, is_async=True)
+    dv = warpgroup_mma(y.index(1), R.index(1), dv, is_async=True)
+    dv2 = warpgroup_mma(y.index(0), R.index(2), zeros, use_acc=False, is_async=True)
+    dv2 = warpgroup_mma(y.index(1), R.index(3), dv2, is_async=True)
+    dv = warpgroup_mma_wait(2, deps=[dv])
+    dv = warpgroup_mma(P1, w.index(0), dv * reach[:, None], is_async=True)
+    dv2 = warpgroup_mma_wait(1, deps=[dv2])
+    dv2 = warpgroup_mma(P2, w.index(1), dv2 * reach2[:, None], is_async=True)
+    dv, dv2 = warpgroup_mma_wait(0, deps=[dv, dv2])
+    if SKIP:
+        dv += widened(w.index(0).load(TILE)) * gl.load(SKIPPED + h).to(gl.float32)
+        dv2 += widened(w.index(1).load(TILE)) * gl.load(SKIPPED + h + 1).to(gl.float32)
+    dv_ += (token * H + h) * D
+    put(dv_, dv, n, D, H * D)
+    put(dv_ + D, dv2, n, D, H * D)
+
+    arrived(0)
+    dq, r, r2 = from_states(
+        w, S.index(0), S.index(1), x.index(1), y.index(1), A, keep, keep2, r, r2, zeros, FLAT
+    )  # fmt: skip
+    through += passing(S.index(0), R.index(1), STATE)
+    through2 += passing(S.index(1), R.index(3), STATE)
+    put(dq_ + D, dq, n, D, H // 2 * K)
+
+    gc = gl.load(f + C - 1)
+    gc2 = gl.load(f + 5 * C - 1)
+    through = gl.sum(through, 0) * gl.exp2(gc)
+    through2 = gl.sum(through2, 0) * gl.exp2(gc2)
+    dg_ += token * H + h
+    gate_gradient(dg_, reads + r * gl.load(f + C + t), u * gl.load(f + 2 * C + t), through, t, n, H)
+    gate_gradient(dg_ + 1, reads2 + r2 * gl.load(f + 5 * C + t), u2 * gl.load(f + 6 * C + t), through2, t, n, H)
+    if STRONG:
+        db_ += token * H + h
+        gl.store(db_ + t * H, to_step + u * gl.exp2(gc - gl.load(f + t)), mask=t < n)
+        gl.store(db_ + t * H + 1, to_step2 + u2 * gl.exp2(gc2 - gl.load(f + 4 * C + t)), mask=t < n)
