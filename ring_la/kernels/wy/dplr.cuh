@@ -210,7 +210,6 @@ INLINE bool forgotten(const float (&S)[16][4], const Args& a, int s, int h, u32 
   }
   return found;
 }
-INLINE int waiting(bool outer) { return outer ? 0 : -1; }
 INLINE void zero(float (&S)[16][4]) {
 #pragma unroll
   for (int nt = 0; nt < 16; nt++)
