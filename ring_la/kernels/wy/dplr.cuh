@@ -145,16 +145,18 @@ INLINE void make_factors(const float (&GL)[4], float (&G)[4], const Powers& by, 
 
 // e such that none is above 2^(e + 1), of a warp
 template <int N> INLINE int size_in_warp(const float (&x)[N]) {
-  float m[4] = {0.f, 0.f, 0.f, 0.f};
+  float m = 0.f;
 #pragma unroll
-  for (int i = 0; i < N; i++) m[i & 3] = fmaxf(m[i & 3], fabsf(x[i]));
-  return exponent(__uint_as_float(warp_max(__float_as_uint(fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]))))));
+  for (int i = 0; i < N; i++) m = fmaxf(m, fabsf(x[i]));
+  return exponent(__uint_as_float(warp_max(__float_as_uint(m))));
 }
 INLINE int size_in_warp(const float (&S)[16][4]) {
-  float m[16];  // as many chains, none of them long
+  float m = 0.f;
 #pragma unroll
-  for (int nt = 0; nt < 16; nt++) m[nt] = fmaxf(fmaxf(fabsf(S[nt][0]), fabsf(S[nt][1])), fmaxf(fabsf(S[nt][2]), fabsf(S[nt][3])));
-  return size_in_warp(m);
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) m = fmaxf(m, fabsf(S[nt][j]));
+  return exponent(__uint_as_float(warp_max(__float_as_uint(m))));
 }
 
 // The largest of eight warps' numbers, if `all` are to agree; else a warp's own. `at`: 32 bytes, which are written again behind
@@ -210,6 +212,7 @@ INLINE bool forgotten(const float (&S)[16][4], const Args& a, int s, int h, u32 
   }
   return found;
 }
+INLINE int waiting(bool outer) { return outer ? 0 : -1; }
 INLINE void zero(float (&S)[16][4]) {
 #pragma unroll
   for (int nt = 0; nt < 16; nt++)

@@ -24,9 +24,6 @@ LEAST = -29.5 * math.log(2) / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPANS = 15
 """Of a row, at most."""
-OUTER, BACK_OUTER = 1.5, 1.0
-"""Tokens of a row's outer span, which goes over them once, for one of another's, which goes over them once where chunks
-before it forget, else three times."""
 PAIRS = 4 * CHUNK * CHUNK + 8
 """Numbers that a chunk keeps of its pairs, and what tiles were multiplied by."""
 ARGUMENTS = "17Q11if"
@@ -46,24 +43,13 @@ def backward_kernel() -> CudaKernel:
     return CudaKernel(file, "dplr_backward", ARGUMENTS + "7Q", 384, BACKWARD_SHARED)
 
 
-def cut(
-    tokens: int, heads: int, pieces: int, programs: int, equal: bool, outer: float | None = None
-) -> tuple[int, int]:
-    """Tokens a span and of a row's outer one, as `gdn_launches.cut`: as many spans as run at once, or none. `outer`: how
-    many times as many tokens that one has (default `OUTER`)."""
+def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """Tokens a span and of a row's outer one, as `gdn_launches.cut`: as many spans as run at once, or none."""
     each, count = cdiv(cdiv(tokens, pieces), CHUNK), min(programs // (pieces * heads), SPANS)
-    if count < 2 or (not equal and pieces > 3):
+    if count < 3 or (not equal and pieces > 3):
         return (CHUNK * (each if equal else cdiv(tokens, CHUNK)),) * 2
-    if not equal:
-        return (CHUNK * cdiv(each, count),) * 2
-    times = 1.0 if count == 2 else OUTER if outer is None else outer
-    n = math.ceil(each / (count - 1 + times))
-    return CHUNK * n, CHUNK * max(each - n * (count - 1), 1)
-
-
-def back_cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
-    """The same of a backward, whose passes without gradients take half the time of those with."""
-    return cut(tokens, heads, pieces, programs, equal, BACK_OUTER)
+    length = CHUNK * cdiv(each, count + 1 if equal else count)
+    return length, 2 * length if equal else length
 
 
 def group(chunks: int, heads: int) -> int:
@@ -101,8 +87,6 @@ def _run(call: GDNCall, heads: range, o: Tensor | None, states: States, kept: Ke
 
 
 def _back(call: GDNCall, heads: range, states: States, kept: KeptChunks, do: Tensor, to: Inputs) -> None:
-    if call.runs is None:
-        call = GDNCall.of(call.inputs, None, call.scale, back_cut)
     _launch(call, backward_kernel(), heads, None, states, kept, (do, *to.qkv, to.a, to.b, to.g))
 
 
