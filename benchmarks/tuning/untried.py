@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -82,12 +81,18 @@ def launched(forgets: bool) -> Question:
     return Question(draw, case.truth, arms, shapes if forgets else shapes[:2])
 
 
-def rwkv7() -> Question:
-    """RWKV-7 in chunks, which is today's, and in one launch each way, which a bound of its gate allows."""
+def rwkv7(forgets: bool) -> Question:
+    """RWKV-7 in one launch each way, which a bound of its gate allows and which is today's, and in chunks. Gates that do
+    not forget: hundredths."""
     case = CASES["rwkv7"]
-    arms = Arm("today", case.ours), Arm("one launch", case.ours, ((one_launch, "DPLR_BY_LAUNCH", True),))
-    shapes = "1x32768x32x128", "1x8192x32x128", "1x32768x8x128", "8x4096x16x128"
-    return Question(partial(inputs, case), case.truth, arms, shapes)
+
+    def draw(shape: Shape, device: str) -> Inputs:
+        x = inputs(case, shape, device)
+        return x if forgets else x | {"w": (x["w"].detach() / 100).requires_grad_()}
+
+    arms = Arm("today", case.ours), Arm("chunks", case.ours, ((one_launch, "DPLR_BY_LAUNCH", False),))
+    shapes = "1x32768x32x128", "1x8192x32x128", "1x2048x32x128", "1x32768x8x128", "8x4096x16x128"
+    return Question(draw, case.truth, arms, shapes if forgets else shapes[:1])
 
 
 def mamba2(skips: bool) -> Question:
@@ -107,8 +112,9 @@ def mamba2(skips: bool) -> Question:
 
 QUESTIONS = {
     "gla": launched(forgets=True),
-    "rwkv7": rwkv7(),
+    "rwkv7": rwkv7(forgets=True),
     "gla_slow": launched(forgets=False),
+    "rwkv7_slow": rwkv7(forgets=False),
     "mamba2": mamba2(skips=False),
     "mamba2_skip": mamba2(skips=True),
 }
