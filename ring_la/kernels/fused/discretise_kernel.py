@@ -110,8 +110,8 @@ def backward_beside(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of x, dt, A, bias and D, where ``D [H]`` x is added to the output, whose gradient is `do`."""
     dx, found = _launch(x, dt, A, bias, dv, dg, do, D, softplus)
-    rows = _by_run(found)
-    return dx, *_sums(found, rows, dt, A, bias), rows[2].sum(0).to(D.dtype)
+    sums = _by_run(found)
+    return dx, *_sums(found, sums, dt, A, bias), sums[2].sum(0).to(D.dtype)
 
 
 def _by_run(found: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ def _by_run(found: Tensor) -> Tensor:
 
 
 def _sums(
-    found: Tensor, rows: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None
+    found: Tensor, sums: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of dt, A and bias."""
-    dbias = None if bias is None else rows[0].sum(0).to(bias.dtype)
-    return found[0].to(dt.dtype), rows[1].sum(0).to(A.dtype), dbias
+    dbias = None if bias is None else sums[0].sum(0).to(bias.dtype)
+    return found[0].to(dt.dtype), sums[1].sum(0).to(A.dtype), dbias
