@@ -24,6 +24,7 @@ import torch
 from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
+from ring_la.kernels.scalar_decay import attend
 from ring_la.kernels.spans import table
 from ring_la.kernels.wy import one_launch
 
@@ -105,12 +106,25 @@ def mamba2(skips: bool) -> Question:
     return Question(draw, case.truth, arms, shapes[:1] if skips else shapes)
 
 
+def mamba2_passes() -> Question:
+    """Its passes over spans by twice as many spans, and the pass of o with twice the warps."""
+    case, lean = CASES["mamba2"], (table, "LEAN", True)
+    slots = (table, "SLOTS", table.SLOTS | {128: 528})
+    warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
+    arms = (
+        Arm("today", case.ours, (lean,)), Arm("spans", case.ours, (lean, slots)), Arm("warps", case.ours, (lean, warps)),
+        Arm("both", case.ours, (lean, slots, warps)),
+    )  # fmt: skip
+    return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
+
+
 QUESTIONS = {
     "gla": launched(forgets=True),
     "rwkv7": rwkv7(),
     "gla_slow": launched(forgets=False),
     "mamba2": mamba2(skips=False),
     "mamba2_skip": mamba2(skips=True),
+    "mamba2_passes": mamba2_passes(),
 }
 
 
