@@ -111,10 +111,8 @@ def mamba2_passes() -> Question:
     case, lean = CASES["mamba2"], (table, "LEAN", True)
     slots = (table, "SLOTS", table.SLOTS | {128: 528})
     warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
-    arms = (
-        Arm("today", case.ours, (lean,)), Arm("spans", case.ours, (lean, slots)), Arm("warps", case.ours, (lean, warps)),
-        Arm("both", case.ours, (lean, slots, warps)),
-    )  # fmt: skip
+    changes = {"today": (lean,), "spans": (lean, slots), "warps": (lean, warps), "both": (lean, slots, warps)}
+    arms = tuple([Arm(name, case.ours, change) for name, change in changes.items()])
     return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
 
 
