@@ -139,7 +139,7 @@ def chunk_gradients(
     dq, dk = (plan.new(B, T, H // 2 if paired else H, K, dtype=plan.dtype) for _ in range(2))
     read, rest = (*inputs.qkv, do, gates.read), (plan.chunks.table, T, plan.chunk_count, plan.scale)
     args = (*filled(*read, gates.skip, states, adjoints, dq, dk, dv, dg, db, da), *rest)
-    strong = dict(STRONG=gates.strong, SKIP=gates.skip is not None)
+    strong: dict[str, Any] = dict(STRONG=gates.strong, SKIP=gates.skip is not None)
     shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
     if paired:
         launch(
