@@ -1,8 +1,9 @@
 """A long prompt's first token, and tokens after it: `python -m benchmarks.long_prompts`, or under torchrun.
 
 A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yaml, or a mixture of Transformers. Of
-each length a prompt is read cold and another one warm; then so many sequences go on from the second side by side, as
-its state is kept, and a token's time is taken while all are there. With --sharded each rank has a part of the weights.
+each length a prompt is read (of the first another one before, while kernels are compiled); then so many sequences go on
+from it side by side, as its state is kept, and a token's time is taken while all are there. So many that a GPU has no
+memory for them are left out, and a row says so. With --sharded each rank has a part of the weights.
 A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
 The bytes a step reads are weights (of experts those that one token chooses: the sequences are alike) and what this rank
 remembers of the sequences; that the tokens are right is for tests.
@@ -31,6 +32,8 @@ from ring_la.serving.model import Served
 from .options import counts
 
 GIB = 2**30
+SPARE = 1.3
+"""Of a sequence's bytes, what its columns take: up to a quarter of them are empty."""
 
 
 class Asked(Completion):
@@ -60,8 +63,9 @@ class Runs:
         """All of a prompt's length, and the engine's end."""
         dice = torch.Generator().manual_seed(length)
         cold, warm = torch.randint(self._engine.model.vocab_size, (2, length), generator=dice).tolist()
-        steps: list[tuple[str, list[Asked]]] = [("first token, cold", [Asked(cold, 2)])]
-        steps.append(("first token", [Asked(warm, 2)]))
+        steps: list[tuple[str, list[Asked]]] = [("first token", [Asked(warm, 2)])]
+        if not self._rows or "prompt" not in self._rows[-1]:
+            steps.insert(0, ("first token, cold", [Asked(cold, 2)]))
         for batch in self._args.batches:
             tokens = self._args.tokens + 2 * batch  # they come one after the other
             steps.append((f"a token of {batch}", [Asked(warm, tokens) for _ in range(batch)]))
@@ -81,6 +85,11 @@ class Runs:
 
         for each in jobs:
             each.then = then
+        wanted = SPARE * len(jobs) * self._remembered() / GIB
+        if len(jobs) > 1 and torch.cuda.is_available() and wanted > (free := _free() / GIB):
+            self._put({"prompt": length, "what": name, "GiB wanted": wanted, "GiB free": free})
+            self._next(length, rest)
+            return
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self._engine.submit(*jobs)
@@ -103,6 +112,9 @@ class Runs:
             row |= {"milliseconds": 1e3 * sorted(gaps)[len(gaps) // 2] if gaps else None, "steps": len(gaps)}
             row |= {"reused": jobs[0].reused, "all seconds": end - asked, "GiB read a step": self._bytes(jobs) / GIB}
             row |= {"graphs": self._engine.batch.graphs}
+        self._put(row)
+
+    def _put(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
         print(json.dumps(row), flush=True)
         if self._args.out:
@@ -110,10 +122,19 @@ class Runs:
             self._args.out.write_text(json.dumps(self._rows, indent=1))
 
     def _bytes(self, jobs: list[Asked]) -> float:
+        return chosen_weights(self._engine.model.model) + len(jobs) * self._remembered()
+
+    def _remembered(self) -> int:
+        """Bytes of the longest sequence that is kept."""
         states = self._engine.states
         longest = max(states.kept, key=lambda key: states.kept[key].length, default=0)
-        remembered = held(states.before(longest)) if longest else 0
-        return chosen_weights(self._engine.model.model) + len(jobs) * remembered
+        return held(states.before(longest)) if longest else 0
+
+
+def _free() -> int:
+    """Bytes of the GPU that nothing holds."""
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + cached
 
 
 def chosen_weights(model: torch.nn.Module) -> float:

@@ -2,13 +2,11 @@
 
 python -m benchmarks.same_bits --tokens 2048 --dim 256
 torchrun --nproc-per-node 2 -m benchmarks.same_bits
-python -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 8192 --repeats 2
-
-torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 4096 --at-once --profile
+torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --profile
+torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --captured
 
 The digest is that of the loss and of all gradients of a step: runs with other numbers of ranks print the same one, of
-deterministic steps. `--config` is one of examples/configs, in bf16. `--at-once`: all blocks of a rank in one launch,
-which is asked for here as long as it is not the way on GPUs. `--profile`: the dearest kernels of one more step.
+deterministic steps. `--config` is one of examples/configs, in bf16. `--profile`: the dearest kernels of one more step.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 
 
 def model_of(options: argparse.Namespace) -> HybridLM:
-    """The same on every rank, on its device."""
+    """The same on every rank, on the current device."""
     torch.manual_seed(0)
     if options.config is None:
         return HybridLM(HybridConfig(1024, options.dim, ["gdn", "gdn", "gdn", "attention"], options.dim // 64))
@@ -47,7 +45,8 @@ def model_of(options: argparse.Namespace) -> HybridLM:
 def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[float], str]:
     """Of each step, forward, backward and the sum of the gradients over the ranks; and the last one's digest."""
     cp = ContextParallel(deterministic=deterministic)
-    model = model_of(options).to(cp.device)
+    with cp.device:  # on a GPU a large one is made in no time
+        model = model_of(options)
     layout = cp.layout(options.tokens, "zigzag")
     rng = torch.Generator().manual_seed(1)
     ids = layout.shard(torch.randint(0, model.config.vocab_size, (1, options.tokens), generator=rng).to(cp.device))
@@ -72,7 +71,7 @@ def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[floa
     found = [cp.comm.all_reduce(loss.detach()).wait(), *(p.grad for p in model.parameters())]
     bits = hashlib.sha256()
     for name, t in zip(("loss", *(n for n, _ in model.named_parameters())), found):
-        own = t.float().cpu().numpy().tobytes()
+        own = t.cpu().view(-1).view(torch.uint8).numpy().tobytes()
         bits.update(own)
         if options.each and cp.rank == 0:
             print(f"    {hashlib.sha256(own).hexdigest()[:8]} {name}", flush=True)
@@ -108,13 +107,18 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--config", help="of examples/configs, in place of --dim")
     parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
-    parser.add_argument("--at-once", action="store_true", help="the blocks of a rank in one launch")
+    parser.add_argument("--by-block", action="store_true", help="a launch a block, on GPUs too")
+    parser.add_argument("--weights", choices=("triton", "cuda"), help="what makes dW of full blocks")
     parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph")
     parser.add_argument("--each", action="store_true", help="the digest of each gradient, too")
     parser.add_argument("--profile", action="store_true", help="what a step spends on kernels")
     parser.add_argument("--layers", type=int, help="the first so many of them")
     args = parser.parse_args()
-    switch.ON_GPUS |= args.at_once
+    switch.ON_GPUS = not args.by_block
+    if args.weights is not None:
+        from ring_la.kernels.fixed import weight  # needs Triton
+
+        weight.BY_CUDA = args.weights == "cuda"
     if "RANK" in os.environ:
         dist.init_process_group()
         if torch.cuda.is_available():

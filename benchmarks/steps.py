@@ -61,14 +61,17 @@ def median(run: Callable[[], object]) -> float:
     return 1e3 * statistics.median(each.tolist())
 
 
-def kernels(run: Callable[[], object]) -> float:
-    """Milliseconds of the kernels of a call, one after the other."""
+def kernels(run: Callable[[], object]) -> tuple[float, list[tuple[str, float, float]]]:
+    """Milliseconds of the kernels of a call, one after the other; each kernel's name, calls and microseconds, the
+    longest first."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as p:
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-    return sum(e.self_device_time_total for e in p.key_averages()) / 3e3
+    each = [(e.key[:80], e.count / 3, round(e.self_device_time_total / 3, 1)) for e in p.key_averages()]
+    each = sorted((row for row in each if row[2]), key=lambda row: -row[2])
+    return sum(time for *_, time in each) / 1e3, each
 
 
 def case_of(options: argparse.Namespace, cp: ring_la.ContextParallel | None) -> StepCase:
@@ -127,7 +130,10 @@ def measure(options: argparse.Namespace) -> None:
             found[f"{name}, first calls, s"] = round(time.perf_counter() - first, 1)
             found[name] = round(median(run), 3)
             if name in ("eager", "compiled"):
-                found[f"kernels of {name}"] = round(kernels(run), 3)
+                total, each = kernels(run)
+                found[f"kernels of {name}"] = round(total, 3)
+                if options.table:
+                    found[f"longest kernels of {name}"] = each[: options.table]
         except Exception as error:  # a way that fails is a result, and the others are measured
             found[name] = f"{type(error).__name__}: {error}"[:600]
         if int(os.environ.get("RANK", 0)) == 0:
@@ -153,6 +159,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1, help="of a step of decoding")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no way is begun")
     parser.add_argument("--ways", nargs="+", default=["eager", "captured", "compiled", "compiled, captured"])
+    parser.add_argument("--table", type=int, default=0, metavar="N", help="also the N longest kernels and their calls")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_gpus(parser)

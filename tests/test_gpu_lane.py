@@ -46,16 +46,20 @@ def test_a_worker_sees_its_gpus_alone(visible, mine, monkeypatch):
 
 
 def test_a_test_without_its_gpus_is_skipped(monkeypatch):
-    def item(**marked) -> SimpleNamespace:
+    def item(ranks: int = 0, fixtures: tuple[str, ...] = (), **marked) -> SimpleNamespace:
         marker = pytest.mark.gpu(**marked).mark
-        options = SimpleNamespace(getoption={"gpu_seconds": float("inf")}.get)
-        return SimpleNamespace(get_closest_marker=lambda name: marker, config=options)
+        options = SimpleNamespace(getoption={"gpu_seconds": float("inf"), "gpu_ranks": ranks}.get)
+        return SimpleNamespace(get_closest_marker=lambda name: marker, config=options, fixturenames=fixtures)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     gpu.pytest_runtest_setup(item())
     gpu.pytest_runtest_setup(item(needs=2))
     with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs, 2 are here"):
         gpu.pytest_runtest_setup(item(needs=4))
+    gpu.pytest_runtest_setup(item(ranks=4, fixtures=("gpu_ranks",), needs=4))
+    for alone in (item(ranks=4, needs=4), item(ranks=3, fixtures=("gpu_ranks",), needs=4)):  # ranks of its own, too few
+        with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs, 2 are here"):
+            gpu.pytest_runtest_setup(alone)
 
 
 def test_the_report_has_a_row_a_test(tmp_path):

@@ -18,6 +18,8 @@ A plan that `ring-la plan --choose --write` wrote goes in by --config; what foll
 
     ring-la bench large hybrid_1b --gpus 2 --length 131072 --documents balanced --more --parallel.layout balanced
 
+`--more --run.profile 1` adds the third step's kernels to --out.
+
 --documents takes drawn documents with a long tail in place of one long one, 8 sequences a step, cut where a sequence is
 full ("packed") or packed by attention's work ("balanced").
 """
@@ -39,7 +41,7 @@ from ring_la.cli.options import count
 from ring_la.errors import ArgumentError
 
 from .. import ROOT, environment, script
-from ..training import logged, watch
+from ..training import kernels, logged, watch
 from .documents import long_tailed
 from .report import about, line
 
@@ -86,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count, default=600, help="seconds after which the ranks are stopped")
     parser.add_argument("--documents", choices=("joined", "packed", "balanced"), default="joined", help="of a sequence")
     parser.add_argument("--tiny", action="store_true", help="a few channels of the same kind, for CPUs")
+    parser.add_argument(
+        "--memory", action="store_true", help="what has the last step's memory at its peak, by line of code"
+    )
     parser.add_argument("--config", type=Path, help="options from `ring-la plan --choose --write`")
     parser.add_argument("--folder", type=Path, default=Path("runs/large"), help="what the run leaves, below it")
     parser.add_argument("--out", type=Path, help="also write the steps as JSON")
@@ -170,7 +175,7 @@ def options(args: argparse.Namespace, folder: Path, first: bool) -> list[str]:
 def start(args: argparse.Namespace) -> int:
     """Ranks under torchrun, watched; the exit status."""
     folder = folder_of(args)
-    for name in ("about.json", "metrics.jsonl", "starts.jsonl"):
+    for name in ("about.json", "metrics.jsonl", "starts.jsonl", "profile/rank-0.json"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,6 +213,8 @@ def keep(args: argparse.Namespace, outcome: str, shown: int) -> int:
     if args.out:
         found = {"command": " ".join(words(args, Path)), "outcome": outcome, **known}
         found |= {"starts": logged(folder / "starts.jsonl"), "steps": steps}
+        if outcome != "under way":
+            found |= kernels(folder / "profile" / "rank-0.json")
         args.out.write_text(json.dumps(found, indent=1))
     return len(steps)
 

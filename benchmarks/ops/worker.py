@@ -5,7 +5,7 @@ told to, so that many can compile at once and each is timed alone.
 
 It says ``{"first_s": …}`` of its first forward and backward, ``{"ready": SHAPE, "errors": …}`` for each shape, then
 answers each ``measure SHAPE`` with a row.
-FLA keeps what it tuned by keys without the length: it is warmed with WARM_TOKENS tokens.
+FLA keeps what it tuned by keys without the length: it is warmed with at most WARM_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..peers import ops as peers
 from .cases import CASES, Case, Shape, floor_bytes, inputs
 from .measure import TOKENS, Op, errors, given, measure, results, trains
 
-WARM_TOKENS = 4096
+WARM_TOKENS = 8192
 
 
 def first(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:

@@ -60,14 +60,21 @@ def fla_nsa(numbers: Tensor, T: int, H: int, size: int) -> Function:
 
 
 def flex(numbers: Tensor, T: int, H: int, size: int) -> Function:
-    """PyTorch's FlexAttention, compiled, with a mask of the chosen blocks."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    """PyTorch's FlexAttention, compiled. Its mask knows each query's blocks; as queries choose apart, no tile of 128
+    by 128 up to the diagonal is empty, so the tiles are written down and not found by a mask of T by T."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    heads = numbers.shape[2]
+    heads, tiles = numbers.shape[2], -(-T // 128)
     seen = torch.zeros(heads, T, T // size + 1, dtype=torch.bool, device="cuda")
     seen.scatter_(2, torch.where(numbers < 0, T // size, numbers)[0].transpose(0, 1).long(), True)
-    mask = create_block_mask(
-        lambda b, h, i, j: (i >= j) & seen[h // (H // heads), i, j // size], 1, H, T, T, device="cuda"
+    counts = torch.arange(1, tiles + 1, device="cuda", dtype=torch.int32)[None, None]
+    at = torch.arange(tiles, device="cuda", dtype=torch.int32).expand(1, 1, tiles, tiles).contiguous()
+    mask = BlockMask.from_kv_blocks(
+        counts,
+        at,
+        BLOCK_SIZE=128,
+        mask_mod=lambda b, h, i, j: (i >= j) & seen[h // (H // heads), i, j // size],
+        seq_lengths=(T, T),
     )
     call = torch.compile(flex_attention)
     return lambda *x: call(*(t.transpose(1, 2) for t in x), block_mask=mask, enable_gqa=True).transpose(1, 2)

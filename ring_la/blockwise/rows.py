@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import first_derivative_only, outside_graphs
@@ -14,6 +15,7 @@ from ..context import ShardedLayout
 from ..errors import ArgumentError, describe_tensor
 from .blocks import blocks_of, filled, fixed, together
 from .linear import linear
+from .per_token import per_token, written_out
 from .sums import exact_sum, part_of
 from .switch import at_once
 
@@ -57,8 +59,8 @@ def by_block(
     if isinstance(fn, nn.Linear) and type(fn) is nn.Linear:
         return linear(x[0], fn.weight, fn.bias, layout=layout)
     if at_once(x[0]):
-        if getattr(fn, "by_element", False) and not any(t is not None and t.requires_grad for t in shared):
-            return _as_it_is(fn, *x, *shared)
+        if getattr(fn, "by_element", False) or fn in BY_ELEMENT:
+            return _as_it_is(fn, *x, *per_token(shared, x[0], layout))
         together = AT_ONCE.get(fn if isinstance(fn, FunctionType) else type(fn))
         if together is not None:
             return together(fn, layout, *x, *shared)
@@ -68,9 +70,12 @@ def by_block(
 @outside_graphs
 def _as_it_is(fn: Callable[..., Any], *x: Any) -> Any:
     """A call that no compiler fuses with others: it would contract products and sums that are apart here."""
-    return fn(*x)
+    with written_out():
+        return fn(*x)
 
 
+BY_ELEMENT = frozenset([torch.sigmoid, torch.tanh, F.silu, F.elu, F.gelu, F.relu, F.softplus])
+"""Functions of PyTorch that are by element (see `by_element`)."""
 AT_ONCE: dict[Any, Callable[..., Any]] = {}
 """Of functions, and of modules by their class: ``(fn, layout, *x, *shared)`` for all tokens in a few launches, each row
 with bits of its own, and gradients of what is shared summed exactly. `at_once` says when."""

@@ -15,7 +15,7 @@ from ..context import ShardedLayout
 from ..kernels.choice import triton_installed
 from .blocks import BLOCK, blocks_of
 
-ON_GPUS = False
+ON_GPUS = True
 """Whether they do on CUDA devices."""
 everywhere = False
 """Set by tests that run the kernels in Triton's interpreter, on the CPU."""
@@ -37,8 +37,9 @@ def halves(*x: Tensor) -> bool:
 
 
 def by_element(fn: F) -> F:
-    """Decorator: `fn` maps each element, or each row by operations that are by element, so that one call on all tokens
-    gives each the same bits as any other; and it shares nothing among tokens that wants a gradient."""
+    """Decorator: `fn` maps each element, or each row by operations that are by element and those of `per_token`, so
+    that one call on all tokens gives each the same bits as any other. What tokens share meets them by its last
+    dimensions: where it wants a gradient it may come with those of tokens before its own."""
     fn.by_element = True  # type: ignore[attr-defined]
     return fn
 

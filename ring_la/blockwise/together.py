@@ -117,5 +117,39 @@ class _Convolution(torch.autograd.Function):
         return None, None, dx.view(x.shape), dlead.view(lead.shape), dweight, dbias
 
 
+@outside_graphs
+def discretise_at_once(
+    x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor | None, softplus: bool, layout: ShardedLayout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`discretise` of ``x [B, T, H, V]``, and x as `discretise.Added` takes it, where there is a ``D [H]``."""
+    return _Discretised.apply(layout, softplus, x, dt, A, bias, D)
+
+
+class _Discretised(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: ShardedLayout, softplus: bool, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None,
+        D: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        from ..kernels.fused.discretise_kernel import forward  # needs Triton
+
+        ctx.how, ctx.way_back = (layout, softplus), layout.cp.comm.agreement.way_back()
+        ctx.save_for_backward(x, dt, A, bias, D)
+        return *forward(x, dt, A, bias, softplus), x.view_as(x)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dv: Tensor, dg: Tensor, do: Tensor) -> Any:
+        from ..kernels.fused.discretise_kernel import by_token  # needs Triton
+
+        ctx.way_back()
+        (x, dt, A, bias, D), (layout, softplus) = ctx.saved_tensors, ctx.how
+        dx, found = by_token(dv, dg, None if D is None else do, x, dt, A, bias, D, softplus)
+        rows = found.movedim(0, 2).flatten(0, 1).flatten(1)
+        whole = exact_sum(rows, layout, OF_TOKENS).view(len(found), -1)
+        dbias, dA, *dD = (None if t is None else part_of(s, layout, t) for s, t in zip(whole, (bias, A, D)))
+        return None, None, dx, found[0].to(dt.dtype), dA, dbias, dD[0] if dD else None
+
+
 AT_ONCE[decay_gate] = decay_at_once
 AT_ONCE[swiglu] = lambda fn, layout, y: fn(y)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..context import ShardedLayout
+from ..kernels.choice import triton_installed
 from ..layout import Layout
 
 SCORES = 1 << 24
@@ -89,26 +90,63 @@ def best(
     """
     B, heads = shape
     chunk, out = min(max(1, CHUNK // each), keys), None
-    n = max(1, SCORES // (chunk * B * heads * each))
+    n = max(1, SCORES // max(1, chunk * B * heads * each))
     for a in range(0, len(ends), n):
         strip = slice(a, min(a + n, len(ends)))
-        found: tuple[Tensor, Tensor] | None = None
+        found: _Best | None = None
         for first in range(0, int(ends[strip].max()), chunk):
             s = score(strip, slice(first, min(first + chunk, keys)))
-            s, at = s.topk(min(topk, s.shape[-1]), -1, sorted=False)
-            at = (at + first).int()
-            if found is not None:
-                s, at = torch.cat([found[0], s], -1), torch.cat([found[1], at], -1)
-                s, order = s.topk(min(topk, s.shape[-1]), -1, sorted=False)
-                at = at.gather(-1, order)
-            found = s, at
+            found = _best_of(s, topk) if found is None else found
+            found.add(s, first)
         assert found is not None  # a row may choose itself
-        out = _none(found[0], len(ends), topk) if out is None else out
-        s, order = found[0].sort(-1, descending=True)  # once, not for every chunk of keys
-        m = s.shape[-1]
-        out.scores[:, strip, :, :m] = s
-        out.places[:, strip, :, :m] = found[1].gather(-1, order).masked_fill_(torch.isneginf(s), -1)
+        out = _none(s, len(ends), topk) if out is None else out
+        found.write(out.places[:, strip], out.scores[:, strip])
     return _none(score(slice(0, 0), slice(0, 1)), 0, topk) if out is None else out
+
+
+class _Best(Protocol):
+    """The best of some rows, whose scores come chunk by chunk."""
+
+    def add(self, s: Tensor, first: int) -> None:
+        """Scores ``[B, n, heads, m]`` of the keys from `first` on."""
+
+    def write(self, places: Tensor, scores: Tensor) -> None:
+        """The best, ``[B, n, heads, topk]``, where there are any."""
+
+
+def _best_of(s: Tensor, topk: int) -> _Best:
+    """What keeps the best of scores like these."""
+    if s.dtype == torch.float32 and s.is_cuda and triton_installed():
+        from . import best_kernel
+
+        if topk <= best_kernel.MOST:
+            return best_kernel.Lists(s, topk)
+    return _Sorted(topk)
+
+
+class _Sorted:
+    """The best by PyTorch's sorts."""
+
+    def __init__(self, topk: int) -> None:
+        self._topk = topk
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def add(self, s: Tensor, first: int) -> None:
+        s, at = s.topk(min(self._topk, s.shape[-1]), -1, sorted=False)
+        at = (at + first).int()
+        if self._found is not None:
+            s, at = torch.cat([self._found[0], s], -1), torch.cat([self._found[1], at], -1)
+            s, order = s.topk(min(self._topk, s.shape[-1]), -1, sorted=False)
+            at = at.gather(-1, order)
+        self._found = s, at
+
+    def write(self, places: Tensor, scores: Tensor) -> None:
+        assert self._found is not None
+        found, at = self._found
+        s, order = found.sort(-1, descending=True)  # once, not for every chunk of keys
+        m = s.shape[-1]
+        scores[..., :m] = s
+        places[..., :m] = at.gather(-1, order).masked_fill_(torch.isneginf(s), -1)
 
 
 def _none(scores: Tensor, rows: int, topk: int) -> Chosen:

@@ -1,4 +1,4 @@
-"""A split recurrence whose states pass from chunk to chunk in the order of each document, by kernels (`wy.in_order`).
+"""A split recurrence whose states pass from chunk to chunk in the order of each document (`kernels.in_order`).
 
 A rank waits for the state that enters its tokens and sends on the one that leaves them; within its tokens all documents
 go together, and what needs no state is done for all chunks at once. Its bits do not depend on the split.
@@ -21,7 +21,7 @@ from .exchange import SplitCall
 from .states import entering_states, states_shape
 
 if TYPE_CHECKING:
-    from ..kernels.wy.in_order import Pieces
+    from ..kernels.in_order import Pieces
 
 
 class OwnStretch(NamedTuple):
@@ -46,7 +46,7 @@ def goes_in_order(call: SplitCall, inputs: Inputs) -> bool:
     """Whether a call goes this way: the same on all ranks."""
     if not fixed(call.layout) or not at_once(inputs.v) or call.backend == "torch":
         return False
-    from ..kernels.wy.in_order import reason_against  # needs Triton
+    from ..kernels.in_order import reason_against  # needs Triton
 
     return not reason_against(call.rule, inputs, call.layout.seq_len)
 
@@ -57,7 +57,7 @@ def stretches(layout: ShardedLayout) -> tuple[OwnStretch, ...]:
 
 
 def _made(layout: ShardedLayout) -> list[OwnStretch]:
-    from ..kernels.wy.in_order import Pieces  # needs Triton
+    from ..kernels.in_order import Pieces  # needs Triton
 
     chain, out = Chain.of(layout), []
     runs: list[list[int]] = []
@@ -95,7 +95,7 @@ def outputs_in_order(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """o, the states that leave this rank's pieces ``[B, pieces, H, K, V]``, and what the gradients take, alike many of
     each stretch."""
-    from ..kernels.wy.in_order import forward
+    from ..kernels.in_order import forward
 
     layout, S0 = call.layout, entering_states(call.layout, inputs, initial_state)
     shape, dtype = states_shape(layout, inputs), state_dtype(*inputs)
@@ -123,7 +123,7 @@ def gradients_in_order(
 ) -> InputGradients:
     """The gradients of this rank's inputs, and of the states that enter its pieces, given those of o and of the states
     that leave (None: zero)."""
-    from ..kernels.wy.in_order import gradients
+    from ..kernels.in_order import gradients
 
     layout, dtype = call.layout, state_dtype(*inputs)
     ends = inputs.q.new_zeros(states_shape(layout, inputs), dtype=dtype) if dS_end is None else dS_end

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element, over, repeated
 from ..kernels.fused.log_decay import decay_gate
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
@@ -38,15 +39,16 @@ class Comba(GatedDeltaNet):
         keywords["use_qk_l2norm"] = False
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
+    @by_element
     def _corrected(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, feedback: Tensor, correction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the gated delta rule takes, q and k of unit length."""
         b = torch.sigmoid(wide(feedback))
         repeat = self.num_value_heads // self.num_heads
-        q, k = (l2norm(y).repeat_interleave(repeat, 2) if repeat > 1 else l2norm(y) for y in (q, k))
-        q = q - ((correction * b)[:, None] * k).to(q.dtype)
-        return q, k, (v / b[:, None]).to(v.dtype), beta * b
+        q, k = (repeated(l2norm(y), repeat) for y in (q, k))
+        q = q - (over((correction * b)[..., None], k.shape[-1]) * k).to(q.dtype)
+        return q, k, (v / over(b[..., None], v.shape[-1])).to(v.dtype), beta * b
 
 
 class GatedDeltaNet2(KimiDeltaAttention):
@@ -64,9 +66,10 @@ class GatedDeltaNet2(KimiDeltaAttention):
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
+        @by_element
         def gate(y: Tensor, rate: Tensor) -> Tensor:
             y = split_heads(wide(y), self.num_value_heads)
-            return (rate[..., None] * torch.sigmoid(y)).to(v.dtype)
+            return (over(rate[..., None], y.shape[-1]) * torch.sigmoid(y)).to(v.dtype)
 
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
         g = split_heads(g, self.num_value_heads)

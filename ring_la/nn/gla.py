@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
@@ -53,8 +54,7 @@ class GatedLinearAttention(Layer):
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         q, k, v, r = (split_heads(y, self.num_heads) for y in call.rows(self.qkvr_proj, x).split(self.widths, -1))
-        factor = 1 / self.temperature  # logsigmoid / τ
-        g = call.rows(lambda y: decay_gate(y, sign=-1.0, factor=factor), call.rows(self.decay_proj, x))
+        g = call.rows(self._decay, call.rows(self.decay_proj, x))
         o, S = gla(
             q,
             k,
@@ -67,6 +67,10 @@ class GatedLinearAttention(Layer):
         )
         o = call.rows(self.out_proj, merge_heads(call.rows(self.norm, o, r)))
         return LayerOutput(o, LayerState(S) if call.output_state else None)
+
+    @by_element
+    def _decay(self, y: Tensor) -> Tensor:
+        return decay_gate(y, sign=-1.0, factor=1 / self.temperature)  # logsigmoid / τ
 
 
 class HGRN2(Layer):
@@ -116,6 +120,7 @@ class HGRN2(Layer):
         o = call.rows(self.out_proj, call.rows(self.norm, merge_heads(o)))
         return LayerOutput(o, LayerState(S) if call.output_state else None)
 
+    @by_element
     def _decay(self, f: Tensor) -> Tensor:
         g = decay_gate(f, sign=-1.0)  # logsigmoid
         return torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp()) if self.lower_bound else g

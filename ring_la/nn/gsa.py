@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..choices import Mode, RecurrenceBackend
 from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import gated_slot_attention
@@ -76,6 +77,7 @@ class GatedSlotAttention(Layer):
         keys, values = final  # type: ignore[misc]
         return LayerOutput(o, LayerState(torch.cat([keys, values.mT], -2)))
 
+    @by_element
     def _gates(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """What tokens write into slots, and the logarithm of what slots keep."""
         g = decay_gate(y, sign=-1.0, factor=1 / self.temperature)

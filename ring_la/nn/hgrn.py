@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
@@ -60,6 +61,7 @@ class HGRN(Layer):
             return LayerOutput(o, None)
         return LayerOutput(o, state if call.in_place else LayerState(S[..., None, None]))
 
+    @by_element
     def _written(self, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
         """What tokens write, and the logarithm of what they keep."""
         g = decay_gate(f, sign=-1.0)  # logsigmoid

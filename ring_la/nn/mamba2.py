@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..choices import Mode, RecurrenceBackend
 from ..recurrences import mamba2
 from .layer import (
@@ -99,5 +100,10 @@ class Mamba2(Layer):
 
     def behind(self, y: Tensor, z: Tensor, call: LayerCall) -> Tensor:
         """The output, of heads y and the gate."""
-        gated = call.rows(lambda y, z: y * F.silu(z), merge_heads(y), z)
+        gated = call.rows(_gated, merge_heads(y), z)
         return call.rows(self.out_proj, call.rows(self.norm, gated))
+
+
+@by_element
+def _gated(y: Tensor, z: Tensor) -> Tensor:
+    return y * F.silu(z)

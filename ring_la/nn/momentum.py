@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element, over, repeated
 from ..kernels.fused.log_decay import decay_gate
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
@@ -23,9 +24,9 @@ class MomentumDeltaNet(GatedDeltaNet):
         η = 1 + tanh(x W_η / √D),   r = η e^f,   β = r² / (1 + r²) sigmoid(x W_β),   g = −log(1 + r²) + g',
         μ = max(−e^{A'} softplus(x W_μ + dt'), −2)
 
-    with g' the decay of `GatedDeltaNet` and d, f, A' and dt' learned numbers of each head. In PyTorch; on a split
-    sequence ranks follow one another, a group of heads at a time. The state is ``[N, H, 2K, V]``, S above M. Arguments
-    as in `DeltaNet`.
+    with g' the decay of `GatedDeltaNet` and d, f, A' and dt' learned numbers of each head. On a split sequence
+    ranks follow one another, a group of heads at a time. The state is ``[N, H, 2K, V]``, S above M. Arguments as in
+    `DeltaNet`.
     """
 
     FASTEST = -2.0
@@ -55,6 +56,7 @@ class MomentumDeltaNet(GatedDeltaNet):
             return LinearAttentionOutput(o, state if call.in_place else None)
         return LinearAttentionOutput(o, torch.cat(final, -2))  # type: ignore[arg-type]
 
+    @by_element
     def _tokens(self, q: Tensor, k: Tensor, *gates: Tensor) -> tuple[Tensor, ...]:
         """What the momentum delta rule takes, but for v. `gates`: g', μ, the rate of β, x W_η, f and d."""
         g, mu, beta, step, factor, correction = gates
@@ -62,7 +64,7 @@ class MomentumDeltaNet(GatedDeltaNet):
         ratio = (eta * wide(factor).exp()).square()
         g = g - torch.log1p(ratio)
         repeat = self.num_value_heads // self.num_heads
-        q, k = (l2norm(y).repeat_interleave(repeat, 2) for y in (q, k))
-        q = q - (wide(correction).exp()[:, None] * k).to(q.dtype)
-        p = (g.exp()[..., None] * k).to(k.dtype)
+        q, k = (repeated(l2norm(y), repeat) for y in (q, k))
+        q = q - (over(wide(correction).exp()[..., None], k.shape[-1]) * k).to(q.dtype)
+        p = (over(g.exp()[..., None], k.shape[-1]) * k).to(k.dtype)
         return q, k, p, g, mu.clamp(min=self.FASTEST), beta * ratio / (1 + ratio), eta

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blockwise import AT_ONCE, by_element, fixed, norm_at_once
+from ..blockwise import AT_ONCE, by_block, by_element, fixed, norm_at_once, over, row_sum
 from ..context import ShardedLayout
 from ..conv import short_conv
 from ..errors import ArgumentError
@@ -59,6 +59,22 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(wide(x), x.shape[-1:], eps=self.eps)
         return (y * self.weight + self.bias).to(x.dtype)
+
+
+def _of_heads(norm: HeadNorm, layout: ShardedLayout, x: Tensor) -> Tensor:
+    """All tokens at once."""
+
+    @by_element
+    def normed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y, V = wide(x), x.shape[-1]
+        y = y - over(row_sum(y) / V, V)
+        y = y * over(torch.rsqrt(row_sum(y * y) / V + norm.eps), V)
+        return (y * weight + bias).to(x.dtype)
+
+    return by_block(normed, x, layout=layout, shared=(norm.weight, norm.bias))
+
+
+AT_ONCE[HeadNorm] = _of_heads
 
 
 class ShortConv(nn.Module):

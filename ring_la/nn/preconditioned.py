@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..kernels.fused.log_decay import decay_gate
 from ..outputs import LinearAttentionOutput
 from ..recurrences import preconditioned_gated_delta_rule, preconditioned_kda
@@ -31,7 +32,7 @@ class _Preconditioned(DeltaLayer):
         """The rule, with its state ``(S, A)`` as one, A in the last column."""
         state = keywords.pop("initial_state")
         h = call.rows(decay_gate, call.rows(self.seen_decay_proj, x), shared=(self.seen_A_log, self.seen_dt_bias))
-        alpha = call.rows(lambda y: torch.sigmoid(wide(y)), call.rows(self.seen_rate_proj, x))
+        alpha = call.rows(_rate, call.rows(self.seen_rate_proj, x))
         initial = None if state is None else (state[..., : self.V], state[..., self.V])
         o, final = rule(*tokens, h, alpha, self.center, initial_state=initial, **keywords)
         if final is None or call.in_place:
@@ -74,3 +75,8 @@ class PreconditionedKDA(_Preconditioned, KimiDeltaAttention):
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
         g = split_heads(g, self.num_value_heads)
         return self._run(preconditioned_kda, x, call, q, k, v, g, beta, **keywords)
+
+
+@by_element
+def _rate(y: Tensor) -> Tensor:
+    return torch.sigmoid(wide(y))

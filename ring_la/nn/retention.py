@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..checks import check_depth
 from ..choices import Mode, RecurrenceBackend
 from ..recurrences import lightning_attention, retention
@@ -67,7 +68,7 @@ class MultiScaleRetention(Layer):
         if self.rope_base is not None:
             q, k = rotated(q, k, positions(x, state.length, call), self.rope_base, call)
         o, S = retention(q, k, v, initial_state=state.recurrent, mode=self.mode, backend=self.backend, **call.keywords)
-        o = call.rows(lambda gate, o: F.silu(gate) * o, gate, call.rows(self.norm, o))
+        o = call.rows(_swished, gate, call.rows(self.norm, o))
         o = call.rows(self.out_proj, merge_heads(o))
         if not call.output_state:
             return LayerOutput(o, None)
@@ -130,5 +131,15 @@ class LightningAttention(Layer):
             **call.keywords,
         )
         gate, o = call.rows(self.gate_proj, x), call.rows(self.norm, merge_heads(o))
-        o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, gate, o)
+        o = call.rows(_gated, gate, o)
         return LayerOutput(call.rows(self.out_proj, o), LayerState(S) if call.output_state else None)
+
+
+@by_element
+def _swished(gate: Tensor, o: Tensor) -> Tensor:
+    return F.silu(gate) * o
+
+
+@by_element
+def _gated(gate: Tensor, o: Tensor) -> Tensor:
+    return torch.sigmoid(gate) * o

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import AT_ONCE, by_block, by_element, linear, over, row_sum
 from ..checks import check_depth
 from ..choices import Mode, RecurrenceBackend
+from ..context import ShardedLayout
 from ..conv import token_shift
 from ..kernels.fused.unit_length import l2norm
 from ..recurrences import rwkv7
@@ -32,6 +34,22 @@ class LowRank(nn.Module):
         y = x @ self.down.to(x.dtype)
         y = (y if self.inner is None else self.inner(y)) @ self.up.to(x.dtype)
         return wide(y) if self.offset is None else wide(y) + self.offset
+
+
+def _low_rank(part: LowRank, layout: ShardedLayout, x: Tensor) -> Tensor:
+    """All tokens at once."""
+    y = linear(x, part.down.to(x.dtype).mT, layout=layout)
+    y = y if part.inner is None else by_block(part.inner, y, layout=layout)
+    y = wide(linear(y, part.up.to(x.dtype).mT, layout=layout))
+    return y if part.offset is None else by_block(_plus, y, layout=layout, shared=(part.offset,))
+
+
+@by_element
+def _plus(y: Tensor, offset: Tensor) -> Tensor:
+    return y + offset
+
+
+AT_ONCE[LowRank] = _low_rank
 
 
 class RWKV7(Layer):
@@ -91,7 +109,7 @@ class RWKV7(Layer):
         before, tail = token_shift(x, initial_state=state.tail, **call.keywords)
         xr, xw, xk, xv, xa, xg = call.rows(mixed, x, before, shared=(self.mu,))
         r, k, v = call.rows(self.r_proj, xr), call.rows(self.k_proj, xk), call.rows(self.v_proj, xv)
-        w = call.rows(lambda y: -math.exp(-0.5) * torch.sigmoid(y), call.rows(self.decay, xw))
+        w = call.rows(_log_decay, call.rows(self.decay, xw))
         a = call.rows(torch.sigmoid, call.rows(self.rate, xa))
         k, removed, replaced = call.rows(self._keys, k, a, shared=(self.xi, self.alpha))
         r, v = self._heads(r), self._heads(v)
@@ -113,6 +131,7 @@ class RWKV7(Layer):
         o = (o * call.rows(self.gate, xg)).to(x.dtype)
         return LayerOutput(call.rows(self.out_proj, o), LayerState(S, tail) if call.output_state else None)
 
+    @by_element
     def _keys(self, k: Tensor, a: Tensor, xi: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """k̃, −κ̂ and κ̂ ⊙ a, in heads."""
         kappa = l2norm(self._heads(wide(k) * xi))
@@ -123,11 +142,18 @@ class RWKV7(Layer):
         return split_heads(x, self.num_heads)
 
 
+@by_element
 def mixed(x: Tensor, before: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
     """A token and its predecessor, mixed by each row of `mu`."""
-    return tuple(x + (before - x) * part.to(x.dtype) for part in mu)
+    return tuple(x + (before - x) * part.to(x.dtype) for part in mu.unbind(-2))
 
 
+@by_element
+def _log_decay(y: Tensor) -> Tensor:
+    return -math.exp(-0.5) * torch.sigmoid(y)
+
+
+@by_element
 def with_bonus(o: Tensor, r: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
     """``o + (r · (ρ ⊙ k)) v``, in heads."""
-    return wide(o) + (wide(r) * rho * wide(k)).sum(-1, keepdim=True) * wide(v)
+    return wide(o) + over(row_sum(wide(r) * rho * wide(k)), v.shape[-1]) * wide(v)

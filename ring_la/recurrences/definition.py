@@ -97,6 +97,9 @@ class Definition:
         same_bits: of one made of others: what it does to tokens goes through `ring_la.by_block`, so that under a
             deterministic layout its bits do not depend on the split; else such a layout is refused.
         check: of one made of others: refuses sizes, by letter, that do not fit together.
+        at_once: of one under a single rule: its description for all tokens of a rank in one go, under the deterministic
+            layout it takes first; what tokens do there has bits of their own (see `blockwise.by_element`). None, or
+            what gives None: there is none.
         opaque: of one made of others: on one device, too, it is one node to a compiler, which cannot follow what the
             host does between its parts.
         alone: `describe` for calls without a layout, where that differs.
@@ -115,6 +118,7 @@ class Definition:
     same_bits: bool = False
     check: Callable[[Mapping[str, int]], None] | None = None
     opaque: bool = False
+    at_once: Callable[..., Recurrence | None] | None = None
     alone: Callable[..., Any] | None = None
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algebra import Rule
-from ..blockwise import by_block
+from ..blockwise import by_block, by_element, repeated
 from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
@@ -44,7 +44,7 @@ def erase_and_write(inputs: Inputs, options: CommonOptions) -> LinearAttentionOu
 
 def keys_of(heads: int, k: Tensor) -> Tensor:
     """Keys ``[B, T, Hk, K]`` of so many value heads."""
-    return k if k.shape[2] == heads else k.repeat_interleave(heads // k.shape[2], 2)
+    return repeated(k, heads // k.shape[2])
 
 
 def comba_token(
@@ -98,6 +98,7 @@ def gdn2(
         b: erase gate of each key channel ``[B, T, H, K]``, in [0, 1]. w: write gate of each value ``[B, T, H, V]``.
     """
 
+    @by_element
     def gated(b: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return (b * keys_of(b.shape[2], k)).to(k.dtype), (w * v).to(v.dtype)
 

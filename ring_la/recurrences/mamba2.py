@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algebra import Rule
+from ..blockwise import discretise_at_once
 from ..checks import FLOATS, check_flag
+from ..context import ShardedLayout
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from ..kernels.fused.discretise import discretise, discretise_and_skip, step_inside, steps
+from ..kernels.fused.discretise import Added, discretise, discretise_and_skip, step_inside, steps
 from .arguments import KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
@@ -38,12 +40,27 @@ def on_one_device(
     return Recurrence(RULE, Inputs(C, B, x.contiguous(), g, step, skip), names=NAMES)  # one copy for both passes
 
 
+def _at_once(
+    layout: ShardedLayout, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, *, dt_softplus: bool = False,
+) -> Recurrence | None:  # fmt: skip
+    """`mamba2`, with gradients of what tokens share summed exactly; None where no kernel can."""
+    from ..kernels.fused.discretise_kernel import unsupported  # needs Triton
+
+    if unsupported(x) or (D is not None and D.dim() > 1):
+        return None
+    v, g, through = discretise_at_once(x, dt, A, dt_bias, D, dt_softplus, layout)
+    readout = None if D is None else lambda y: Added.apply(y, through, D.detach())
+    return Recurrence(Rule("additive", "scalar"), Inputs(C, B, v, g), readout=readout)
+
+
 @recurrence(
     paper="Dao & Gu 2024, arXiv 2405.21060, §6",
     equation="S ← e^(ΔA) S + B (Δx)ᵀ",
     arguments=dict(x=VALUE, dt=Argument("BTH"), A=STATIC, B=KEY, C=QUERY, D=Argument("H"), dt_bias=Argument("H")),
     default_scale=1.0,
     flags=dict(dt_softplus=True),
+    at_once=_at_once,
     alone=on_one_device,
 )
 def mamba2(

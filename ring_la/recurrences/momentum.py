@@ -13,14 +13,16 @@ of which every factor is at most one, so w of a chunk is the solution of a trian
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blockwise import by_block
+from ..blockwise import by_block, fixed
 from ..errors import UnsupportedError
+from ..kernels.momentum.chunks import chunks, unsupported
 from ..linear.in_order import in_order
 from ..linear.stretches import DocumentRun
 from ..outputs import LinearAttentionOutput
@@ -69,34 +71,65 @@ def momentum_delta_rule(
         v: ``[B, T, H, V]`` with H a multiple of Hk. p: what is asked of S before a step ``[B, T, H, K]`` (or Hk heads).
         g, mu: log-decays of S and of M ``[B, T, H]``, ≤ 0. beta, eta: rates of S and of M ``[B, T, H]``.
 
-    States are ``(S, M)``. In PyTorch's operations on every device, in fp32 or wider; a rank waits for the one before
-    it, a group of heads at a time.
+    States are ``(S, M)``. q, k, v and p in bf16 or fp16, K and V up to 128, go by kernels on CUDA; others by PyTorch's
+    operations, in fp32 or wider. A rank waits for the one before it, a group of heads at a time.
     """
-    if options.backend == "triton":
-        raise UnsupportedError("backend", "None, 'torch' or 'reference' for momentum_delta_rule", "'triton'")
-    wide = state_dtype_of(dict(q=q, k=k, v=v, p=p, g=g, mu=mu, beta=beta, eta=eta))
     scale, H = float(options.scale), v.shape[2]  # type: ignore[arg-type]
+    kernels = _by_kernels([q, k, v, p, g, mu, beta, eta], options)
+    if kernels and options.layout is None:
+        given, states = [*(keys_of(H, t) for t in (q, k)), v, p, g, mu, beta, eta], options.initial_state
+        cu = [0, v.shape[1]] if options.cu_seqlens is None else options.cu_seqlens.tolist()
+        o, S, M = chunks(given, states, cu, scale)  # type: ignore[arg-type]
+        return LinearAttentionOutput(o, (S, M) if options.output_final_state else None)  # type: ignore[arg-type]
+    wide = state_dtype_of(dict(q=q, k=k, v=v, p=p, g=g, mu=mu, beta=beta, eta=eta))
 
     def ready(*x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, p, *gates = (t.to(wide) for t in x)
-        return v, scale * keys_of(H, q), keys_of(H, k), p, *(t[..., None] for t in gates)
+        q, k, v, p, *gates = x if kernels else (t.to(wide) for t in x)
+        return v, keys_of(H, q), keys_of(H, k), p, *(t[..., None] for t in gates)
 
     tokens = by_block(ready, q, k, v, p, g, mu, beta, eta, layout=options.layout)
-    start = _start(options, tokens[0], k.shape[3])
-    o, end = in_order(_chunks, start, tokens, (), [0] * len(start), options)
+    start = _start(options, tokens[0].new_empty(0, dtype=wide), v, k.shape[3])
+    o, end = in_order(MomentumRun(scale, kernels), start, tokens, (), [0] * len(start), options)
     return LinearAttentionOutput(o.to(v.dtype), None if end is None else tuple(end.unbind(2)))  # type: ignore[arg-type]
 
 
-def _start(options: CommonOptions, v: Tensor, K: int) -> Tensor:
+def _by_kernels(given: Sequence[Tensor], options: CommonOptions) -> bool:
+    """Whether a call goes by the kernels."""
+    if options.backend == "torch":
+        return False
+    why = "deterministic=True fixes PyTorch's order" if fixed(options.layout) else unsupported(given)
+    if why and options.backend == "triton":
+        raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
+    return not why
+
+
+def _start(options: CommonOptions, like: Tensor, v: Tensor, K: int) -> Tensor:
     """S and M before each document ``[N, H, 2, K, V]``."""
     if options.initial_state is not None:
-        return torch.stack([x.to(v.dtype) for x in options.initial_state], 2)
+        return torch.stack([x.to(like.dtype) for x in options.initial_state], 2)
     layout, N = options.layout, v.shape[0]
     if options.cu_seqlens is not None:
         N = options.cu_seqlens.numel() - 1
     elif layout is not None and layout.packed:
         N = layout.num_documents
-    return v.new_zeros(N, v.shape[2], 2, K, v.shape[3])
+    return like.new_zeros(N, v.shape[2], 2, K, v.shape[3])
+
+
+@dataclass(frozen=True)
+class MomentumRun:
+    """A run of tokens; `kernels`: by those."""
+
+    scale: float
+    kernels: bool
+
+    def __call__(self, run: DocumentRun, state: Tensor, v: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """o of v, q, k, p, g, mu, beta and eta, and the state after them, given that before ``[B, H, 2, K, V]``."""
+        if not self.kernels:
+            return _chunks(state, v, self.scale * tokens[0], *tokens[1:])
+        q, k, p, *gates = tokens
+        given = [q, k, v, p, *(t[..., 0] for t in gates)]
+        o, S, M = chunks(given, (state[:, :, 0], state[:, :, 1]), (0, v.shape[1]), self.scale)
+        return o, torch.stack([S, M], 2).to(state.dtype)
 
 
 @dataclass(frozen=True)
@@ -114,8 +147,7 @@ class MomentumChunks:
 
 
 def _chunks(
-    run: DocumentRun, state: Tensor, v: Tensor, q: Tensor, k: Tensor, p: Tensor, g: Tensor, mu: Tensor, beta: Tensor,
-    eta: Tensor,
+    state: Tensor, v: Tensor, q: Tensor, k: Tensor, p: Tensor, g: Tensor, mu: Tensor, beta: Tensor, eta: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o of a run of tokens, and the state after them, given that before them ``[B, H, 2, K, V]``."""
     n = v.shape[1]

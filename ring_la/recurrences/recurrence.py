@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import linear
 from .. import reference as references
 from ..autograd import outside_graphs, refuse_transforms, transformed
-from ..blockwise import by_block, by_element, fixed
+from ..blockwise import at_once, by_block, by_element, fixed
 from ..context import ShardedLayout
 from ..context.handle import enter
 from ..errors import RingLAError, UnsupportedError
@@ -36,8 +36,12 @@ from .definition import CommonOptions, Definition, Recurrence
 from .operator import RecurrenceOthers, names_of, split_recurrence
 from .run import agreed, compute, ready, unit
 
-ALIKE = frozenset({"delta_rule", "gated_delta_rule", "kda", "gla"})
-"""Recurrences whose tokens bring what they are given, q and k perhaps at unit length: row by row, on any device."""
+ALIKE = frozenset(
+    ["delta_rule", "gated_delta_rule", "kda", "gla", "hgrn2", "simple_gla", "retention", "lightning_attention",
+     "dplr_delta_rule", "rwkv7", "comba", "_by_head", "_by_channel"]
+)  # fmt: skip
+"""Recurrences whose tokens bring what they are given, or what is made of it by element, q and k perhaps at unit length:
+row by row, on any device."""
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -55,6 +59,7 @@ def recurrence(
     sizes: Mapping[str, int] = MappingProxyType({}),
     same_bits: bool = False,
     opaque: bool = False,
+    at_once: Callable[..., Recurrence | None] | None = None,
     check: Callable[[Mapping[str, int]], None] | None = None,
     alone: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Public]:
@@ -73,7 +78,7 @@ def recurrence(
         states: the parts of its state, the dimensions after N a letter each.
         flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
         same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
-            deterministic layouts are refused. opaque: see `Definition`.
+            deterministic layouts are refused. opaque, at_once: see `Definition`.
         check: of a whole call: refuses sizes, by letter, that do not fit together, before ranks send anything.
         alone: the description of calls without a layout, where it differs.
     """
@@ -83,7 +88,7 @@ def recurrence(
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
             loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
-        rest = default_scale, states, flags, sizes, same_bits, check, opaque, alone
+        rest = default_scale, states, flags, sizes, same_bits, check, opaque, at_once, alone
         return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
@@ -186,6 +191,11 @@ def _by_block(
     tokens = [n for n in tensors if n not in shared]
     rest = {n: x for n, x in given.items() if n not in tensors}
 
+    whole = at_once(r.inputs.v) and definition.at_once is not None and definition.at_once(options.layout, **given)
+    if whole:
+        out = linear.run(whole.rule, ready(whole.inputs, options.use_qk_l2norm), scale, options)
+        return LinearAttentionOutput(whole.read(out.o), out.final_state)
+
     def described(*x: Tensor) -> Recurrence:
         return call.func(**dict(zip((*tokens, *shared), x)), **rest)
 
@@ -195,7 +205,8 @@ def _by_block(
     def behind(o: Tensor, *x: Tensor) -> Tensor:
         return described(*x).read(o)
 
-    if not shared and r.readout is None and definition.name in ALIKE:
+    alike = definition.name in ALIKE and not any(tensors[n].requires_grad for n in shared)
+    if alike:
         before = by_element(before)
     own, common = [tensors[n] for n in tokens], [tensors[n] for n in shared]
     made = iter(by_block(before, *own, layout=options.layout, shared=common))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import linear
+from ..blockwise import repeated
 from ..comm import Entry
 from ..context import ShardedLayout
 from ..errors import RingLAError
@@ -122,7 +123,7 @@ def ready(x: Inputs, unit_length: bool) -> Inputs:
         return x
 
     def own(t: Tensor | None) -> Tensor | None:
-        return t if t is None or t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], 2)
+        return t if t is None or t.shape[2] == heads else repeated(t, heads // t.shape[2])
 
     q, k = (l2norm(x.q), l2norm(x.k)) if unit_length else (x.q, x.k)
     return Inputs(q, k, x.v, *map(own, x[3:]))

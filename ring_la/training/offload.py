@@ -8,7 +8,8 @@ With recomputation of whole blocks (`recompute(model, ["block"])`, or Transforme
 autograd keeps is one tensor a block, so little travels. A device copies on a stream of its own into pinned memory. A
 tensor's memory on the device is free once its copy is done; back-pressure: where more than `in_flight` bytes wait for
 that, the host waits for the oldest, so that the device never holds much more than that of tensors on their way.
-Backward, a tensor that is asked for brings the `ahead` tensors kept before it on their way too.
+Backward, a tensor that is asked for brings the `ahead` tensors kept before it on their way too, and the host, which
+launches faster than a device computes, waits where more than `in_flight` bytes came back that the device has not used.
 
 On GPUs this has not been run. Without one the copies are made at once.
 """
@@ -30,7 +31,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
     """A context manager around a forward pass.
 
     Args:
-        in_flight: bytes on their way to the host, at most, but for one tensor.
+        in_flight: bytes on their way to the host, or back and not used, at most, but for one tensor.
         least: smaller tensors stay where they are, bytes.
         ahead: tensors that are fetched before they are asked for.
 
@@ -48,6 +49,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         self.in_flight, self.least, self.ahead = in_flight, least, ahead
         self.moved = self.most_in_flight = 0
         self._waiting: deque[_Kept] = deque()
+        self._taken = _Taken(in_flight)
         self._order: list[weakref.ref[_Kept]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._tokens: list[Token] = []
@@ -94,11 +96,15 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(kept, Tensor):
             return kept
         self._relieve()
+        self._taken.make_room(kept.bytes)
         for place in range(kept.place, max(-1, kept.place - self.ahead - 1), -1):
             other = self._order[place]()
             if other is not None:
                 other.fetch()
-        return kept.take()
+        x = kept.take()
+        if kept.stream is not None:
+            self._taken.add(kept.bytes, torch.cuda.current_stream(kept.device).record_event())
+        return x
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":
@@ -114,6 +120,26 @@ _AROUND: ContextVar[Offload | None] = ContextVar("_AROUND", default=None)
 def _owner(x: Tensor) -> Tensor:
     """The tensor whose memory this is."""
     return x if x._base is None else x._base
+
+
+class _Taken:
+    """Tensors that came back, each with an event that the device reaches when it begins to use them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self.begun: deque[tuple[int, Any]] = deque()
+
+    def make_room(self, wanted: int) -> None:
+        """Wait until the device is done with the oldest, while these and `wanted` bytes are too many; not for the last
+        one, so that the device has work meanwhile."""
+        while len(self.begun) > 1 and self.bytes + wanted > self.limit:
+            done, _ = self.begun.popleft()
+            self.bytes -= done
+            self.begun[0][1].synchronize()  # with the next begun, this one is used
+
+    def add(self, size: int, event: Any) -> None:
+        self.begun.append((size, event))
+        self.bytes += size
 
 
 class _Kept:

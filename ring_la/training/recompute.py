@@ -9,7 +9,8 @@ under a split sequence exchanges again, so every rank has to recompute the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ def recompute(
         kinds: names from `LAYERS`: these layers and the norms before them, which keep one tensor each; "mlp": the same
             of the MLPs; "block": whole blocks of any kind, which keep one tensor; "norm": norms of what is kept else.
         mlp_chunk: an MLP takes at most this many tokens at a time, forward and backward, so that its inner activations
-            are that few too. Within "block" that computes it a third time.
+            are that few too.
         keep_attention: results of softmax attention in what is recomputed are kept (`attention_kept`).
 
     Raises:
@@ -47,13 +48,13 @@ def recompute(
     if mlp_chunk is not None and any(isinstance(block.mlp, MixtureOfExperts) for block in model.blocks):
         raise UnsupportedError("mlp_chunk", "None with a mixture of experts", mlp_chunk)
     # methods of these objects are replaced, so that parameters' names, hooks and types stay
-    again = partial(kept, attention=keep_attention)
+    again = partial(kept, contexts=attention_kept if keep_attention else None)
     block: Any
     for name, block in zip(model.config.layers, model.blocks):
         if mlp_chunk is not None:
-            block.mix_channels = partial(in_chunks, kept(block.mix_channels), mlp_chunk)
+            block.mix_channels = partial(in_chunks, block.mix_channels, mlp_chunk)
         if "block" in kinds:
-            block.forward = again(block.forward)
+            block.forward = kept(block.forward, partial(_whole, keep_attention))
             continue
         if name in kinds:
             block.mix_tokens = again(block.mix_tokens)
@@ -69,13 +70,17 @@ def recompute(
     return model
 
 
-def kept(call: Callable[..., Any], attention: bool = False) -> Callable[..., Any]:
-    """`call`, of which only the arguments are kept for the backward pass, and the results of its softmax attention."""
-    contexts: dict[str, Any] = {"context_fn": attention_kept} if attention else {}
-    return partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False, **contexts)
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+"""Of a forward pass, and of each that does the same again."""
 
 
-def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def kept(call: Callable[..., Any], contexts: Callable[[], Contexts] | None = None) -> Callable[..., Any]:
+    """`call`, of which only the arguments are kept for the backward pass, and what `contexts` keep."""
+    around: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    return partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False, **around)
+
+
+def attention_kept() -> Contexts:
     """Let what is recomputed keep the results of its softmax attention: `torch.utils.checkpoint`'s `context_fn`.
 
         checkpoint(layer, x, use_reentrant=False, context_fn=attention_kept)
@@ -90,5 +95,41 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def in_chunks(mix_channels: Callable[..., MoEOutput], chunk: int, x: Tensor, **keywords: Any) -> MoEOutput:
-    """`mix_channels` over at most `chunk` tokens of ``x [B, T, D]`` at a time."""
-    return MoEOutput(torch.cat([mix_channels(part, **keywords).o for part in x.split(chunk, 1)], 1), None)
+    """`mix_channels` over at most `chunk` tokens of ``x [B, T, D]`` at a time, each computed again for its gradients.
+
+    Where a whole block is computed again, what its chunks take is all that is needed: each is then computed for its own
+    backward pass.
+    """
+    part_of = kept(_nothing if _AGAIN.get() else mix_channels)
+    return MoEOutput(torch.cat([part_of(part, **keywords).o for part in x.split(chunk, 1)], 1), None)
+
+
+def _nothing(x: Tensor, **keywords: Any) -> MoEOutput:
+    """In place of an MLP whose result nobody reads."""
+    return MoEOutput(torch.empty_like(x), None)
+
+
+_AGAIN: ContextVar[bool] = ContextVar("_AGAIN", default=False)
+"""Whether this code is a block that is computed again."""
+
+
+def _whole(keep_attention: bool) -> Contexts:
+    """The contexts of a whole block."""
+    made, again = attention_kept() if keep_attention else (nullcontext(), nullcontext())
+    return made, _Again(again)
+
+
+class _Again(AbstractContextManager[None]):
+    """Around a block that is computed again; may be entered often."""
+
+    def __init__(self, inner: AbstractContextManager[None]) -> None:
+        self.inner = inner
+        self.tokens: list[Token] = []
+
+    def __enter__(self) -> None:
+        self.tokens.append(_AGAIN.set(True))
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        _AGAIN.reset(self.tokens.pop())

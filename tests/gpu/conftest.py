@@ -1,4 +1,4 @@
-"""Fixtures of the tests on GPUs: the pool of ranks, one a GPU."""
+"""Fixtures of the tests on GPUs: the pool of ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def alone() -> None:
 
 
 @pytest.fixture(scope="session")
-def gpu_ranks() -> Iterator[Ranks]:
-    """As many ranks as there are GPUs, joined by NCCL (see tests/support/pool.py)."""
-    pool = Ranks(max(1, torch.cuda.device_count()), "nccl")
+def gpu_ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+    """As many ranks as there are GPUs, or `--gpu-ranks` on those there are, joined by NCCL (tests/support/pool.py)."""
+    pool = Ranks(max(1, torch.cuda.device_count(), pytestconfig.getoption("gpu_ranks")), "nccl")
     yield pool
     pool.stop()

@@ -26,7 +26,7 @@ from ring_la.softmax import attention
 from tests.gpu.test_attention import FEATURES, WIDTHS, T, draw, off, one_device, run, truth
 from tests.support import pool
 from tests.support.attention_cases import error
-from tests.support.gpu import world
+from tests.support.gpu import ranks, world
 
 pytestmark = pytest.mark.gpu(needs=2)
 
@@ -168,7 +168,7 @@ def title(group: str, backend: str, feature: str, D: int, dtype: torch.dtype, ki
 
 def parameters() -> list:
     """The matrix on the GPUs that are here. Some of it twice, of two turns."""
-    cases = dict.fromkeys(matrix(groups(world(2)), BACKENDS, WIDTHS))
+    cases = dict.fromkeys(matrix(groups(ranks(2)), BACKENDS, WIDTHS))
     return [pytest.param(case, id=title(*case)) for case in cases]
 
 

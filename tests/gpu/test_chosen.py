@@ -79,16 +79,43 @@ def test_latents(form, backend):
     assert max(errors) < 1.5e-2, errors
 
 
+@pytest.mark.parametrize("heads", [6, 4])
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_index_scores(dtype):
+def test_index_scores(dtype, heads):
+    """Four heads of 16-bit numbers stay while keys go by."""
     rng = torch.Generator("cuda").manual_seed(2)
-    q, k = (normal(rng, 2, T, *shape).to(dtype) for shape in ((6, 128), (128,)))
-    w = normal(rng, 2, T, 6).abs().float()
+    q, k = (normal(rng, 2, T, *shape).to(dtype) for shape in ((heads, 128), (128,)))
+    w = normal(rng, 2, T, heads).abs().float()
     kinds = ((dtype, "triton"), (torch.float64, "torch"))
     got, want = (lightning_index(*(t.to(d) for t in (q, k, w)), 64, backend=b) for d, b in kinds)
     there = ~torch.isneginf(want.scores)
     assert torch.equal(torch.isneginf(got.scores), ~there)
     assert error(got.scores[there], want.scores[there]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("topk", [1, 12, 2048, 4096])
+@pytest.mark.parametrize("kind", ["random", "rising", "equal"])
+def test_the_best_scores(kind, topk):
+    """Beside a sort that leaves equal scores as they stand; rising ones fill a row's list again and again."""
+    from ring_la.indexers import best_kernel
+
+    rng = torch.Generator("cuda").manual_seed(4)
+    s = torch.randn(2, 40, 3, 20_000, generator=rng, device="cuda")
+    if kind == "rising":
+        s = torch.arange(20_000.0, device="cuda").expand(s.shape)
+    elif kind == "equal":
+        s = s.mul(3).round()
+    s = s.masked_fill(torch.rand(s.shape, generator=rng, device="cuda") < 0.2, -torch.inf)
+    s[0, 7, :, 100:] = -torch.inf
+    want, at = (x[..., :topk] for x in s.sort(dim=-1, descending=True, stable=True))
+    places, scores = torch.empty_like(at, dtype=torch.int32), torch.empty_like(want)
+    lists, first = best_kernel.Lists(s, topk), 0
+    for chunk in s.split((9000, 1, 7999, 3000), -1):
+        lists.add(chunk, first)
+        first += chunk.shape[-1]
+    lists.write(places, scores)
+    assert torch.equal(places, at.masked_fill(torch.isneginf(want), -1).int())
+    assert torch.equal(scores, want)
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -8,7 +8,15 @@ import torch
 
 import ring_la
 from ring_la.testing import check_recurrence
-from tests.support import gradient_step_cases, log_linear_cases, mesa_cases, pool, precondition_cases, share_cases
+from tests.support import (
+    gradient_step_cases,
+    log_linear_cases,
+    mesa_cases,
+    momentum_cases,
+    pool,
+    precondition_cases,
+    share_cases,
+)
 from tests.support.recurrence_cases import COMPOSED, error
 
 
@@ -125,6 +133,34 @@ def test_kernels_of_ttt_linear(case, record_property):
     found = gradient_step_cases.errors(*GRADIENT_STEPS[case], "cuda")
     record_property("errors", found)
     assert max(found.values()) < 2e-2, found
+
+
+MOMENTUM = {
+    "128": (1, 2, 128, 128, (0, 500), True, torch.bfloat16),
+    "64": (2, 2, 64, 64, (0, 300), True, torch.bfloat16),
+    "64 to 128": (1, 2, 64, 128, (0, 300), False, torch.bfloat16),
+    "128 to 64": (1, 2, 128, 64, (0, 300), False, torch.float16),
+    "36, packed": (1, 2, 36, 36, (0, 1, 1, 190, 300), True, torch.bfloat16),
+    "fp16, packed": (1, 2, 128, 128, (0, 64, 190, 300), True, torch.float16),
+    "long": (1, 1, 128, 128, (0, 4096), True, torch.bfloat16),
+}
+"""B, H, K, V, offsets, states, dtype"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MOMENTUM)
+def test_kernels_of_momentum(case, record_property):
+    pytest.importorskip("triton")
+    found = momentum_cases.errors(*MOMENTUM[case], "cuda")
+    record_property("errors", found)
+    assert max(found.values()) < {torch.float16: 3e-3, torch.bfloat16: 1e-2}[MOMENTUM[case][-1]], found
+
+
+@pytest.mark.parametrize("P", [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (2, 3, 4)])
+def test_ranks_go_by_the_kernels_of_momentum(gpu_ranks, P, record_property):
+    found = gpu_ranks.run(P, momentum_cases.split_errors, "small packed")
+    record_property("errors", found)
+    assert max(e for of in found for e in of.values()) < 2e-5, found
 
 
 SHARES = {

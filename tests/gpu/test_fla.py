@@ -90,18 +90,6 @@ def hold(ours: dict[str, float], theirs: Any, record: Callable[[str, object], No
     assert not worse, worse
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fla():
-    """fla-core, which tests/support/without_fla.py keeps from all others."""
-    kept_out = "fla" in sys.modules and sys.modules["fla"] is None
-    if kept_out:
-        del sys.modules["fla"]
-    pytest.importorskip("fla")
-    yield
-    if kept_out:
-        sys.modules["fla"] = None  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_beside_fla(name, record_property):
     case = CASES[name]

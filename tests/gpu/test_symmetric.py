@@ -30,7 +30,7 @@ from tests.support import border_calls as border
 from tests.support import chain_maps as mailbox
 from tests.support import pool
 from tests.support import split_recurrences as sharded
-from tests.support.gpu import world
+from tests.support.gpu import ranks
 from tests.support.recurrence_cases import make_inputs
 from tests.support.split_calls import both_ways, captured, inputs
 
@@ -122,7 +122,7 @@ def check_strategies(
 
 @pytest.mark.parametrize(("documents", "kind"), [("packed", "zigzag"), ("uneven", "contiguous")])
 @pytest.mark.parametrize("name", RECURRENCES)
-@pytest.mark.parametrize("P", sorted({2, world(2)}))
+@pytest.mark.parametrize("P", sorted({2, ranks(2)}))
 def test_strategies(P, name, documents, kind, gpu_ranks, record_property):
     found = gpu_ranks.run(P, check_strategies, P, name, documents, kind)
     record_property("worst", {t: max(worst[t] for worst, _ in found) for t in TRANSPORTS})

@@ -14,15 +14,17 @@ from tests.support.triton_cases import error
 
 interpreted()
 
-from ring_la.kernels.fused import bonus_kernel  # noqa: E402
+from ring_la.kernels.fused import bonus_kernel, precondition_kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("cu", [None, (0, 1, 1, 66, 70)])
-def test_preconditioned_keys_are_the_token_loop(cu):
-    """Two tiles of tokens and of channels; packed, an empty document too."""
-    worst = errors(70, 36, cu, torch.float32, DEVICE)
+@pytest.mark.parametrize(("T", "cu", "spans"), [(70, None, 1), (70, (0, 1, 1, 66, 70), 1),
+                                                (230, None, 3), (230, (0, 1, 1, 166, 230), 2)])  # fmt: skip
+def test_preconditioned_keys_are_the_token_loop(monkeypatch, T, cu, spans):
+    """Two tiles of tokens and of channels; packed, an empty document too; tiles as spans side by side, some of none."""
+    monkeypatch.setattr(precondition_kernel, "_spans", lambda *_: spans)
+    worst = errors(T, 36, cu, torch.float32, DEVICE)
     assert all(e < 1e-5 for e in worst.values()), worst
 
 

@@ -29,13 +29,47 @@ def test_kernels_are_the_loop(feature, backend, monkeypatch):
     assert all(e < 2e-5 for e in errors.values()), errors
 
 
-def test_index_scores_are_those_of_pytorch():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_index_scores_are_those_of_pytorch(dtype, monkeypatch):
+    """Of 16-bit numbers queries stay and keys go by."""
+    from ring_la.indexers import scores_kernel
     from ring_la.indexers.lightning import index_scores
     from ring_la.indexers.scores_kernel import scores
 
+    monkeypatch.setitem(scores_kernel.SPAN, "BN", 16)
+    monkeypatch.setitem(scores_kernel.SPAN, "SPAN", 3)
     rng = torch.Generator().manual_seed(0)
     q, k, w = (torch.randn(*shape, generator=rng) for shape in ((2, 70, 3, 20), (2, 140, 20), (2, 70, 3)))
+    q, k = q.to(dtype), k.to(dtype)
     tokens, starts = torch.arange(100, 170), torch.where(torch.arange(70) < 20, 0, 120)
     for first in (0, 90, 200):
         got, want = (f(q, k, w, tokens, starts, first) for f in (scores, index_scores))
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("topk", [1, 5, 40])
+@pytest.mark.parametrize("kind", ["random", "rising", "equal"])
+def test_the_best_scores_are_those_of_a_sort(kind, topk, monkeypatch):
+    """Equal scores by their places, whatever the chunks; rising ones fill the lists again and again."""
+    from ring_la.indexers import best_kernel
+
+    monkeypatch.setattr(best_kernel, "BLOCK", 64)
+    B, T, heads, m = 2, 3, 2, 900
+    s = torch.randn(B, T, heads, m, generator=torch.Generator().manual_seed(0))
+    if kind == "rising":
+        s = torch.arange(m).float().expand(B, T, heads, m) - 300.0
+    elif kind == "equal":
+        s = s.round()
+    s = s.masked_fill(torch.rand(s.shape, generator=torch.Generator().manual_seed(1)) < 0.2, -torch.inf)
+    s[0, 1, :, 3:] = -torch.inf
+    want, order = s.sort(dim=-1, descending=True, stable=True)
+    want, order = want[..., :topk], order[..., :topk].masked_fill(torch.isneginf(want[..., :topk]), -1)
+    for chunks in ((900,), (130, 1, 700, 69)):
+        places, scores = torch.zeros(B, 7, heads, topk, dtype=torch.int32), torch.zeros(B, 7, heads, topk)
+        lists, first = best_kernel.Lists(s, topk), 0
+        for chunk in s.split(chunks, -1):
+            lists.add(chunk, first)
+            first += chunk.shape[-1]
+        lists.write(places[:, 2:5], scores[:, 2:5])
+        assert torch.equal(places[:, 2:5], order.int())
+        assert torch.equal(scores[:, 2:5], want)

@@ -3,11 +3,13 @@
     pytest -m gpu tests/gpu -n 12 --gpu-report runs/gpu.json        # xdist: 12 processes that compile side by side
     pytest -m gpu tests/gpu/test_nccl.py --gpu-seconds 300          # tests that need several GPUs: without -n, or with
                                                                     # as many workers as there are groups of GPUs
+    pytest -m gpu tests/gpu/test_nccl.py --gpu-ranks 4              # the ranks share the GPUs there are: as right, slow
 
 ``@pytest.mark.gpu(needs=N)`` is a test on N GPUs (1; 0 for one that compiles without any), skipped where fewer are
-there. With ``-n`` workers have GPUs of their own as far as they go round, and share them beyond that. Without
-``-m gpu`` the folder is not even read. The report has a row a test: its outcome, its seconds and what it recorded with
-`record_property`; it is written as rows come, so that a run cut off still counts.
+there; ranks of a pool (`gpu_ranks`) may share GPUs, with ``--gpu-ranks``. With ``-n`` workers have GPUs of their
+own as far as they go round, and share them beyond that. Without ``-m gpu`` the folder is not even read. The report
+has a row a test: its outcome, its seconds and what it recorded with `record_property`; it is written as rows come,
+so that a run cut off still counts.
 """
 
 from __future__ import annotations
@@ -21,12 +23,20 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "gpu"
+POOLS = {"gpu_ranks", "servers"}
+"""Fixtures whose ranks may share GPUs."""
 _start = time.monotonic()
+_ranks = 0
 
 
 def world(least: int = 1, otherwise: int = 4) -> int:
     """GPUs a test with many ranks runs on: all there are; `otherwise` where tests are only listed."""
     return max(least, torch.cuda.device_count() or otherwise)
+
+
+def ranks(least: int = 1) -> int:
+    """Ranks of the pool: one a GPU, or as many as are asked for."""
+    return max(world(least), _ranks)
 
 
 def asked(config: pytest.Config) -> bool:
@@ -47,10 +57,13 @@ def share(worker: int, workers: int, gpus: int) -> list[int]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("GPUs")
     group.addoption("--gpu-report", type=Path, metavar="FILE", help="JSON of what tests marked gpu found")
+    group.addoption("--gpu-ranks", type=int, default=0, metavar="N", help="N ranks in the pool, also on fewer GPUs")
     group.addoption("--gpu-seconds", type=float, default=float("inf"), help="start no test marked gpu after so many")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global _ranks
+    _ranks = config.getoption("gpu_ranks") or 0
     worker = getattr(config, "workerinput", None)
     if worker is None:
         if config.getoption("gpu_report"):
@@ -75,7 +88,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker is None:
         return
     needs, gpus = marker.kwargs.get("needs", 1), torch.cuda.device_count()
-    if gpus < needs:
+    ranks = item.config.getoption("gpu_ranks") if gpus and POOLS & {*item.fixturenames} else 0  # type: ignore[attr-defined]
+    if max(gpus, ranks) < needs:
         pytest.skip(f"needs {needs} GPUs, {gpus} are here")
     if time.monotonic() - _start > item.config.getoption("gpu_seconds"):
         pytest.skip("no time left")

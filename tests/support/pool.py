@@ -5,7 +5,7 @@
 `check` is an importable function of a test module. Each size P has its own process group over ranks 0..P−1, which
 `check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not
 answer within the timeout says where it stands and is killed with all others, and the next call starts a fresh pool.
-Ranks speak gloo on CPUs, or NCCL with a GPU each.
+Ranks speak gloo on CPUs, or NCCL with a GPU each; more ranks than GPUs share them, and NCCL's messages go by sockets.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training"
          "ring_la.integrations.transformers", "ring_la.integrations.diffusers", "torch._dynamo", "diffusers",
          "transformers.modeling_utils")  # fmt: skip
 """What ranks import, each for itself unless the process they are forked from has: of it, what a run's tests import."""
+SHARED = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""What ranks on one GPU need: NCCL takes each for a host of its own, and memory may be mapped by its own device."""
 
 _groups: dict[int, Any] = {}
 _size = 0
@@ -160,7 +162,10 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = None
     if backend == "nccl":  # whose first calls wait for each other's compilers; `HANG` still holds
-        device = torch.device("cuda", rank)
+        gpus = torch.cuda.device_count()
+        if size > gpus:
+            os.environ |= SHARED | {"NCCL_HOSTID": f"rank {rank}"}
+        device = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, device_id=device,

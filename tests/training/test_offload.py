@@ -8,7 +8,7 @@ import torch
 from ring_la import ArgumentError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import recompute
-from ring_la.training.offload import Offload
+from ring_la.training.offload import Offload, _Taken
 
 IDS = torch.randint(0, 19, (1, 64), generator=torch.Generator().manual_seed(0))
 
@@ -50,3 +50,24 @@ def test_small_tensors_and_parameters_stay():
     assert offload.moved == x.nbytes
     with pytest.raises(ArgumentError, match="in_flight: expected a number ≥ 0"):
         Offload(in_flight=-1)
+
+
+def test_the_host_waits_where_too_much_came_back():
+    """The device is waited for where `in_flight` bytes are waiting to be used, and never for what was taken last."""
+    reached = []
+
+    class Event:
+        def __init__(self, name: int) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            reached.append(self.name)
+
+    taken = _Taken(limit=25)
+    for name, waited in enumerate([[], [], [1], [1, 2], [1, 2, 3]]):
+        taken.make_room(10)
+        assert reached == waited
+        assert taken.bytes + 10 <= 25
+        taken.add(10, Event(name))
+    taken.make_room(100)
+    assert (reached, len(taken.begun)) == ([1, 2, 3, 4], 1)

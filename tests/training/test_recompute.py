@@ -64,6 +64,19 @@ def test_nothing_is_computed_a_third_time(kinds):
     assert max(calls.values()) == 2, calls
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_chunks_within_a_recomputed_block_are_computed_again_once(keep):
+    """The block's recomputation needs no chunk's result: each is computed forward, and for its own backward pass."""
+    _, expected = measured(make())
+    model, rows = make(), []
+    mlp, forward = model.blocks[0].mlp, model.blocks[0].mlp.forward
+    mlp.forward = lambda x, **keywords: (rows.append(x.shape[1]), forward(x, **keywords))[1]
+    _, grads = measured(recompute(model, ["block", "norm"], mlp_chunk=10, keep_attention=keep))
+    assert sum(rows) == 2 * 64, rows
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("error", "kinds", "chunk", "changes", "message"),
     [

@@ -89,7 +89,7 @@ def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", 
     found = LLM(
         str(folder / "model"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
         max_num_seqs=4, kv_transfer_config=connector, enable_prefix_caching=False, tensor_parallel_size=workers,
-        compilation_config={"custom_ops": ["none"]} if plain else {},
+        **({"compilation_config": {"custom_ops": ["none"]}, "attention_backend": "CPU_MLA"} if plain else {}),
     )  # fmt: skip
     reader.wait()
     return found

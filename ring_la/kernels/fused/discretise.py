@@ -73,11 +73,11 @@ def discretise_and_skip(
         v, g = discretise(x, dt, A, bias, softplus=softplus)
         return v, g, lambda y: skip(y, x, D)
     v, g, through = _Beside.apply(x, dt, A, bias, D, softplus)
-    return v, g, lambda y: _Added.apply(y, through, D.detach())
+    return v, g, lambda y: Added.apply(y, through, D.detach())
 
 
 class _Beside(torch.autograd.Function):
-    """Δ x, Δ A and x, whose gradient comes back from `_Added` as that of D ⊙ x."""
+    """Δ x, Δ A and x, whose gradient comes back from `Added` as that of D ⊙ x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor, softplus: bool):
@@ -99,7 +99,7 @@ class _Beside(torch.autograd.Function):
         return *backward_beside(dv, dg, do, x, dt, A, bias, D, ctx.softplus), None
 
 
-class _Added(torch.autograd.Function):
+class Added(torch.autograd.Function):
     """``y + D ⊙ x``. x gets the output's gradient as it is: what `_Beside` makes of it."""
 
     @staticmethod

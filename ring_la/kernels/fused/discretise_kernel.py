@@ -101,7 +101,7 @@ def backward(
     dv: Tensor, dg: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x, dt, A and bias."""
-    dx, found = _launch(x, dt, A, bias, dv, dg, None, None, softplus)
+    dx, found = by_token(dv, dg, None, x, dt, A, bias, None, softplus)
     return dx, *_sums(found, _by_run(found), dt, A, bias)
 
 
@@ -109,9 +109,18 @@ def backward_beside(
     dv: Tensor, dg: Tensor, do: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor, softplus: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of x, dt, A, bias and D, where ``D [H]`` x is added to the output, whose gradient is `do`."""
-    dx, found = _launch(x, dt, A, bias, dv, dg, do, D, softplus)
+    dx, found = by_token(dv, dg, do, x, dt, A, bias, D, softplus)
     sums = _by_run(found)
     return dx, *_sums(found, sums, dt, A, bias), sums[2].sum(0).to(D.dtype)
+
+
+def by_token(
+    dv: Tensor, dg: Tensor, do: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor | None,
+    softplus: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of x, and what each token adds to those of dt and the bias, of A and, where D is given, of D: fp32
+    ``[2 or 3, B, T, H]``."""
+    return _launch(x, dt, A, bias, dv, dg, do, D, softplus)
 
 
 def _by_run(found: Tensor) -> Tensor:

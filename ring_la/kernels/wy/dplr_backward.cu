@@ -1,25 +1,26 @@
 // The gradients of a transition that is diagonal plus low rank, in one launch, from what dplr_forward.cu with KEEP left: the state
 // S before each chunk, Y, the pairs P_k, P_b and L, and M.
 //
-// With the names of dplr_forward.cu, and from right to left the gradient dS of the state after a chunk:
+// With the names of dplr_forward.cu, and from right to left the gradient dS of the state after a chunk, S' = e^(GL/2) S and dS' =
+// e^(GL/2) dS:
 //
-//   dY = bd dS + P_b^T dO      Z = M^T dY      dV = kd dS + P_k^T dO + L^T Z
+//   dY = bi dS' + P_b^T dO      Z = M^T dY      dV = ki dS' + P_k^T dO + L^T Z
 //   dP_k = tril(dO V^T)   dP_b = tril(dO Y^T)   dL = tril(Z V^T, -1)   dN = tril(Z Y^T, -1)
-//   Q = dO S^T + e^-GL (dP_k kd + dP_b bd)      A = Z S^T + e^-GL (dL kd + dN bd)
-//   K = V dS^T + e^-GL (dP_k^T qg + dL^T ag)    B = Y dS^T + e^-GL (dP_b^T qg + dN^T ag)
-//   dq = scale e^G Q     da = e^G' A     dk = e^(GL - G) K     db = e^(GL - G) B
-//   dS <- e^GL dS + qg^T dO + ag^T Z
+//   Q = dO S'^T + dP_k ki + dP_b bi         A = Z S'^T + dL ki + dN bi
+//   K = V dS'^T + dP_k^T qi + dL^T ai       B = Y dS'^T + dP_b^T qi + dN^T ai
+//   dq = scale e^(G - GL/2) Q     da = e^(G' - GL/2) A     dk = e^(GL/2 - G) K     db = e^(GL/2 - G) B
+//   dS <- e^(GL/2) (dS' + qi^T dO + ai^T Z)
 //
-// The gradient of g is the sum over a chunk's tokens from its own on of qg Q - kd K - bd B, over those behind it of ag A, and
-// over all of kd (V dS^T) + bd (Y dS^T), and e^GL S dS.
+// The gradient of g is the sum over a chunk's tokens from its own on of qi Q - ki K - bi B, over those behind it of ai A, and
+// over all of ki (V dS'^T) + bi (Y dS'^T), and S' dS'.
 //
-// A program works through a span of one head from its end to its begin: two warps make a chunk's factors each, two fetch
-// states and find the pairs' gradients, eight carry dS transposed, [V, K]. A span that is not a piece's last waits for the one
+// A program works through a span of one head from its end to its begin: two pairs of warps make a chunk's factors
+// and find its pairs' gradients each, eight carry dS transposed, [V, K]. A span that is not a piece's last waits for the one
 // after it, going over its tokens three times as the forward does.
 #include "dplr.cuh"
 
-#define SLOTS 2 // chunks under way, one a warp that makes factors
-// A slot: a and q, then ag and qg; k and b, then kd and bd; dO and Z; V and Y; P_k, P_b, L, M, then their gradients; g, then -G
+#define SLOTS 2 // chunks under way, one a pair of warps that makes factors
+// A slot: a and q, then ai and qi; k and b, then ki and bi; dO and Z; V and Y; P_k, P_b, L, M, then their gradients; g, then -G
 #define SLOT 81920
 #define OFF_A 0
 #define OFF_K 16384
@@ -28,13 +29,26 @@
 #define OFF_P 65536
 #define OFF_G 73728
 #define STATE (SLOTS * SLOT)        // the state before a chunk, [K half][V row][64 channels]
-#define ADJOINT (STATE + 32768)     // dS the same way
-#define ENDS (ADJOINT + 32768)      // of each slot: GL by log2
-#define BARS (ENDS + SLOTS * 512)   // of each slot: full, empty, Z there, pairs' gradients there
+#define ADJOINT (STATE + 32768)     // dS' the same way
+#define ENDS (ADJOINT + 32768)      // of each slot: e^(GL/2)
+#define NUMBERS (ENDS + SLOTS * 512) // of each slot: see `Told`
+#define LARGEST (NUMBERS + SLOTS * 48) // of each slot: see `say_largest`
+#define AGREED (LARGEST + SLOTS * 64) // twice 32 bytes, see `agree`
+#define BARS (AGREED + 64)          // of each slot: full, empty, Z there, pairs' gradients there
 #define BARS_S (BARS + SLOTS * 32)  // of the state: full, empty
 #define OPEN (BARS_S + 16)          // a barrier: the last of several passes may begin
 #define SAID (OPEN + 16)            // the ticket; three words, of which `leave` takes the last
-#define STEPS 700.f                 // of -G, by log2, in 16 bits
+#define STEPS 700                   // of -G, by log2, in 16 bits
+
+// What a maker says of a chunk: powers of its tiles, of v and of dO, the most by which e^M makes dS larger, a bound of what q and dO
+// add to it; and what the forward has said of it
+struct Told { int a, q, k, b, v, o, grow, add; Kept kept; };
+INLINE Told told(u32 at) {
+  u32 x[12];
+#pragma unroll
+  for (int i = 0; i < 3; i++) lds128(x + 4 * i, at + 16 * i);
+  return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], (int)x[4], (int)x[5], (int)x[6], (int)x[7], {(int)x[8], (int)x[9], (int)x[10]}};
+}
 
 struct BackArgs {
   Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
@@ -42,18 +56,19 @@ struct BackArgs {
   u16 *dq, *dk, *dv, *da, *db, *dg; // [tokens, H, 128]
 };
 
-// -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
+// -- what needs a chunk's own tokens alone: two warps a chunk, each 16 of them -----------------------------------------------------------
 
-// Ask for the rows of 32 tokens from t on; those from `end` on are zero, dO where it is not `wanted`; V and Y for the span's `own`.
-INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool wanted, bool own, u32 at, int lane) {
+// Ask for the rows of this half's 16 tokens of those from t on; those from `end` on are zero, dO where it is not `wanted`; V and Y for the span's `own`.
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool wanted, bool own, u32 numbers, u32 at, int half,
+                       int lane) {
   const Args& a = b.a;
-  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const int hk = h / (a.H / a.HK), row = half * (C / 2) + (lane >> 4), j = lane & 15, live = end - t - row;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
   const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
   const u64 from_v = (u64)(t + row) * sv + h * (D * 2) + j * 16;
   const u64 to_k = (const char*)a.k - (const char*)a.q;
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < 8; i++) {
     const int r = 2 * i + row;
     const bool ok = 2 * i < live;
     const char* from = ok ? q : (const char*)a.q;
@@ -69,74 +84,41 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
     q += 2 * sk;
   }
   const u64 kept = kept_at(a, chunk, h);
-  const char* pairs = (const char*)(a.kept_P + kept * (4 * C * C)) + lane * 16;
+  const char* pairs = (const char*)a.kept_P + kept * PAIRS + lane * 16;
+  if (half == 0 && lane == 0) cp16(numbers + 32, pairs + 8 * C * C, true);
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) cp16(at + OFF_P + i * 512 + lane * 16, pairs + i * 512, true);
+  for (int i = half; i < 16; i += 2) cp16(at + OFF_P + i * 512 + lane * 16, pairs + i * 512, true);
   if (!own) return;
   const char* y = (const char*)(a.kept_Y + kept * (C * D)) + lane * 16;
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) cp16(at + OFF_W + SECOND + (i >> 3) * BOTH + (i & 7) * 512 + lane * 16, y + i * 512, true);
+  for (int i = half; i < 16; i += 2) cp16(at + OFF_W + SECOND + (i >> 3) * BOTH + (i & 7) * 512 + lane * 16, y + i * 512, true);
 }
 
-// ag, qg, kd and bd over a, q, k and b, -G over g
-INLINE void make_factors(const float (&GL)[4], float scale, u32 at, int lane) {
-  const int chunk = lane >> 1;
-  const u32 half = (lane & 1) * 8;
-  float G[4] = {0.f, 0.f, 0.f, 0.f}, up[4] = {1.f, 1.f, 1.f, 1.f};
-#pragma unroll 2
-  for (int i = 0; i < C; i++) {
-    const u32 place = at + both_place(i, chunk) + half, row = at + OFF_G + i * 256;
-    float g[4], y[4];
-    u32 x[4][2], z[4];  // a, q, k, b
-    gates(g, row, lane);
-    lds64(x[0], place + OFF_A);
-    lds64(x[1], place + OFF_A + SECOND);
-    lds64(x[2], place + OFF_K);
-    lds64(x[3], place + OFF_K + SECOND);
-    auto put = [&](const u32(&z)[2], const float(&y)[4], u32 to) {
-      sts64(to, pack(lo(z[0]) * y[0], hi(z[0]) * y[1]), pack(lo(z[1]) * y[2], hi(z[1]) * y[3]));
-    };
-    put(x[0], up, place + OFF_A);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      G[j] = fmaf(g[j], LOG2E, G[j]);
-      y[j] = ex2(GL[j] - G[j]);
-      up[j] = ex2(G[j]);
-      z[j] = (u32)fminf(-G[j] * STEPS + 0.5f, 65535.f);
+// The tiles of a chunk in fp16, of v where the span's `own`
+INLINE void make_chunk(float scale, bool own, u32 ends, u32 numbers, u32 said, u32 at, int pair, int half, int lane) {
+  say_largest<6>({{at + OFF_A, at + OFF_A + SECOND, at + OFF_K, at + OFF_K + SECOND, at + OFF_X, at + OFF_W},
+                  {BOTH, BOTH, BOTH, BOTH, BOTH, BOTH}}, said, half, lane);
+  between_two(pair);
+  const Powers by = powers(scale, said);
+  const int o = room(said, 4) + 3, v = own ? room(said, 5) + 3 : 0;
+  float GL[4], G[4], E[4];
+  const int grow = half_decay(GL, G, E, at + OFF_G, half, lane);
+  to_halves<8>(at + OFF_X + half * 2048, power(o), lane, BOTH);
+  if (own) to_halves<8>(at + OFF_W + half * 2048, power(v), lane, BOTH);
+  if (half == 0) {
+    sts128(ends + lane * 16, E);
+    if (lane == 0) {
+      sts64(numbers, by.a, by.q);
+      sts64(numbers + 8, by.k, by.b);
+      sts64(numbers + 16, v, o);
+      sts64(numbers + 24, grow, added(said, 1, 4, by.q + o));
     }
-    put(x[2], y, place + OFF_K);
-    put(x[3], y, place + OFF_K + SECOND);
-#pragma unroll
-    for (int j = 0; j < 4; j++) y[j] = up[j] * scale;
-    put(x[1], y, place + OFF_A + SECOND);
-    sts64(row + lane * 8, z[0] | z[1] << 16, z[2] | z[3] << 16);
   }
+  between_two(pair);  // gates are read
+  make_factors<STEPS>(GL, G, by, scale, at + OFF_A, at + OFF_K, at + OFF_G, half * (C / 2), lane);
 }
 
-// The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
-// chunk whose gradients are wanted.
-INLINE void produce(const BackArgs& b, const Span& x, int h, int n, int passes, int first, u32 base, int w, int lane) {
-  const u32 at = base + w * SLOT, full = base + BARS + w * 32;
-  for (int c = w; c < n * passes; c += SLOTS) {
-    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int pass = c / n, m = (pass + 1) * n - 1 - c;
-    if (pass == 2) bar_wait(base + OPEN, 0);
-    load_chunk(b, x.begin + m * C, x.end, x.chunk + m, h, pass != 1, c >= first, at, lane);
-    cp_wait();
-    __syncwarp();
-    float GL[4];
-    const bool hard = chunk_decay(GL, at + OFF_G, 256, lane);
-#pragma unroll
-    for (int j = 0; j < 4; j++) GL[j] = hard ? __int_as_float(0x7fffffff) : GL[j];
-    sts128(base + ENDS + w * 512 + lane * 16, GL);
-    make_factors(GL, b.a.scale, at, lane);
-    proxy_fence();
-    __syncwarp();
-    if (lane == 0) bar_arrive(full);
-  }
-}
-
-// -- two warps: pairs' gradients, and the first of them states on their way in ---------------------------------------
+// -- and their pairs' gradients, and states on their way in ----------------------------------------------------------
 
 // Rows 16 m to 16 m + 15 of products of dO and Z with V and Y
 INLINE void pair_gradients(int m, u32 at, int lane) {
@@ -151,10 +133,10 @@ INLINE void pair_gradients(int m, u32 at, int lane) {
       u32 x[4], w[4];
       ldm(x, left + both_place(16 * m + ra, 2 * ks + ca));
       ldm(w, right + both_place(rb, 2 * ks + cb));
-      mma(P[0], x, w[0], w[1]); mma(P[1], x, w[2], w[3]);
+      mma<true>(P[0], x, w[0], w[1]); mma<true>(P[1], x, w[2], w[3]);
       if (m) {
         ldm(w, right + both_place(16 + rb, 2 * ks + cb));
-        mma(P[2], x, w[0], w[1]); mma(P[3], x, w[2], w[3]);
+        mma<true>(P[2], x, w[0], w[1]); mma<true>(P[3], x, w[2], w[3]);
       }
     }
 #pragma unroll
@@ -166,30 +148,45 @@ INLINE void pair_gradients(int m, u32 at, int lane) {
         const int j = nt * 8 + 2 * (lane & 3);
         const float* y = &P[nt][2 * e];
         sts32(at + OFF_P + which * 2048 + pair_place(i, nt) + (lane & 3) * 4,
-              pack(j <= last ? y[0] : 0.f, j + 1 <= last ? y[1] : 0.f));
+              pack<true>(j <= last ? y[0] : 0.f, j + 1 <= last ? y[1] : 0.f));
       }
     }
   }
 }
 
-INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int m, int lane) {
+// Ask for the state of the i-th chunk of the span's own, once nobody reads the one before it.
+INLINE void fetch(const BackArgs& b, int chunk, int i, int h, u32 base, int lane) {
   const u32 bar = base + BARS_S;
-  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own, once nobody reads the one before it
-    if (i) bar_wait(bar + 8, (i - 1) & 1);
-    if (lane == 0) {
-      bar_expect(bar, 32768);
-      copy_in(base + STATE, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
-    }
-  };
-  if (m == 0 && first < n) ask(0);
-  for (int c = first; c < n; c++) {
-    const int slot = c % SLOTS, used = (c - (first + (slot - first % SLOTS + SLOTS) % SLOTS)) / SLOTS;
-    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32;
-    bar_wait(bars + 16, used & 1);
-    pair_gradients(m, at, lane);
+  if (i) bar_wait(bar + 8, (i - 1) & 1);
+  if (lane) return;
+  bar_expect(bar, 32768);
+  copy_in(base + STATE, b.a.kept_S + kept_at(b.a, chunk, h) * (D * D), 32768, bar);
+}
+
+// The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
+// chunk whose gradients are wanted.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int n, int passes, int first, u32 base, int w, int lane) {
+  const int pair = w >> 1, half = w & 1, before = (pair ^ first) & 1;  // whether the other pair has the first of the span's own
+  const u32 at = base + pair * SLOT, full = base + BARS + pair * 32, numbers = base + NUMBERS + pair * 48;
+  if (w == 0) fetch(b, x.chunk + n - 1, 0, h, base, lane);
+  for (int c = pair; c < n * passes; c += SLOTS) {
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    const int pass = c / n, m = (pass + 1) * n - 1 - c;
+    const bool own = c >= first;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(b, x.begin + m * C, x.end, x.chunk + m, h, pass != 1, own, numbers, at, half, lane);
+    cp_wait();
     __syncwarp();
-    if (lane == 0) bar_arrive(bars + 24);
-    if (m == 0 && c + 1 < n) ask(c + 1 - first);
+    make_chunk(b.a.scale, own, base + ENDS + pair * 512, numbers, base + LARGEST + pair * 64, at, pair, half, lane);
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) bar_arrive(full);
+    if (!own) continue;
+    bar_wait(full + 16, (c - first - before) / SLOTS & 1);
+    pair_gradients(half, at, lane);
+    __syncwarp();
+    if (lane == 0) bar_arrive(full + 24);
+    if (half == 0 && m) fetch(b, x.chunk + m - 1, c + 1 - first, h, base, lane);
   }
 }
 
@@ -216,82 +213,96 @@ INLINE void sum_from_right(float (&x)[4], const float (&y)[4], float& later, int
   }
 }
 
-// The gradients of q, a, k, b and g of 16 channels of K, from chunk kc on. Y: dO S^T, then Z S^T; Z: V dS^T, then Y dS^T.
-INLINE void key_gradients(const BackArgs& b, float (&Y)[32], float (&Z)[32], const float (&trace)[2], u32 at, u32 ends, int kc,
-                          int t, int end, int h, int lane) {
+INLINE void multiply(float (&x)[32], float by) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] *= by;
+}
+
+// The gradients of q, a, k, b and g of 16 channels of K, from chunk kc on. Y: dO S'^T, then Z S'^T; Z: V dS'^T, then Y dS'^T, of Z
+// times 2^z and dS' times 2^held.
+INLINE void key_gradients(const BackArgs& b, float (&Y)[32], float (&Z)[32], const float (&trace)[2], const Told& n, int z, int held,
+                          u32 at, u32 ends, int kc, int t, int end, int h, int lane) {
   const Args& a = b.a;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2, tq = lane & 3;
-  float ended[2] = {0.f, 0.f}, later[2] = {0.f, 0.f};
+  const int v = n.v, y = n.kept.y;
+  float ended[2], later[2] = {0.f, 0.f};
   {
-    u32 k[2][4], bd[2][4];
+    u32 k[2][4], bi[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
       ldm_trans(k[m], at + OFF_K + both_place(16 * m + rb, kc + cb));
-      ldm_trans(bd[m], at + OFF_K + both_place(32 + 16 * m + rb, kc + cb));
+      ldm_trans(bi[m], at + OFF_K + both_place(32 + 16 * m + rb, kc + cb));
     }
+    const float of_k = power(-n.k - held - v), of_b = power(-n.b - held - y), of_trace = power(-n.kept.s - held);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const float E = ex2(lds(ends + (kc * 8 + r + 8 * e) * 4));
+      float x[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int j = (i >> 1) * 4 + 2 * e + (i & 1), f = 2 * ((i >> 1) & 1) + e;
-        const u32 kx = k[i >> 2][f], bx = bd[i >> 2][f];
-        ended[e] += (i & 1 ? hi(kx) : lo(kx)) * Z[j] + (i & 1 ? hi(bx) : lo(bx)) * Z[16 + j];
-        Y[j] *= E; Y[16 + j] *= E; Z[j] *= E; Z[16 + j] *= E;
+        const u32 kx = k[i >> 2][f], bx = bi[i >> 2][f];
+        x[0] += (i & 1 ? hi<true>(kx) : lo<true>(kx)) * Z[j];
+        x[1] += (i & 1 ? hi<true>(bx) : lo<true>(bx)) * Z[16 + j];
       }
+      ended[e] = x[0] * of_k + x[1] * of_b;
       ended[e] += __shfl_xor_sync(~0u, ended[e], 1);
       ended[e] += __shfl_xor_sync(~0u, ended[e], 2);
-      ended[e] = fmaf(E, trace[e], ended[e]);
+      ended[e] = fmaf(of_trace, trace[e], ended[e]);
     }
-    add_pairs(Y, k, at + OFF_P, rb, cb);
-    add_pairs(Y, bd, at + OFF_P + 2048, rb, cb);
-    add_pairs(Y + 16, k, at + OFF_P + 4096, rb, cb);
-    add_pairs(Y + 16, bd, at + OFF_P + 6144, rb, cb);
+    multiply(Y, power(v + n.k - n.kept.s));
+    add_pairs<true>(Y, k, at + OFF_P, rb, cb);
+    add_pairs<true>(Y + 16, k, at + OFF_P + 4096, rb, cb);
+    multiply(Y, power(y + n.b - v - n.k));
+    add_pairs<true>(Y, bi, at + OFF_P + 2048, rb, cb);
+    add_pairs<true>(Y + 16, bi, at + OFF_P + 6144, rb, cb);
   }
   {
-    u32 q[2][4], ag[2][4];
+    u32 q[2][4], ai[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-      ldm_trans(ag[m], at + OFF_A + both_place(16 * m + rb, kc + cb));
+      ldm_trans(ai[m], at + OFF_A + both_place(16 * m + rb, kc + cb));
       ldm_trans(q[m], at + OFF_A + both_place(32 + 16 * m + rb, kc + cb));
     }
-    add_pairs_back(Z, q, at + OFF_P, rt, ct);
-    add_pairs_back(Z, ag, at + OFF_P + 4096, rt, ct);
-    add_pairs_back(Z + 16, q, at + OFF_P + 2048, rt, ct);
-    add_pairs_back(Z + 16, ag, at + OFF_P + 6144, rt, ct);
+    multiply(Z, power(n.o + n.q - held));
+    add_pairs_back<true>(Z, q, at + OFF_P, rt, ct);
+    add_pairs_back<true>(Z + 16, q, at + OFF_P + 2048, rt, ct);
+    multiply(Z, power(z + n.a - n.o - n.q));
+    add_pairs_back<true>(Z, ai, at + OFF_P + 4096, rt, ct);
+    add_pairs_back<true>(Z + 16, ai, at + OFF_P + 6144, rt, ct);
   }
+  const float of_Q = power(-n.o - y - n.b), of_A = power(-z - y - n.b), of_K = power(-v - z - n.a), of_B = power(-y - z - n.a);
+  const float ia = power(-n.a), iq = power(-n.q), ik = power(-n.k), ib = power(-n.b);
 #pragma unroll
   for (int m = 1; m >= 0; m--) {  // tokens 16 m to 16 m + 15: this warp alone reads its channels of these tiles now
-    u32 x[4][4], dg[4];  // ag, qg, kd, bd
+    u32 x[4][4], dg[4];  // ai, qi, ki, bi
 #pragma unroll
     for (int l = 0; l < 4; l++) ldm_trans(x[l], at + (l >> 1) * OFF_K + both_place((l & 1) * 32 + 16 * m + rb, kc + cb));
 #pragma unroll
     for (int e = 0; e < 2; e++) {  // rows r and r + 8
       const int channel = kc * 8 + r + 8 * e;
-      const float GL = lds(ends + channel * 4), inverse = ex2(-GL);
-      float y[4], z[4];
+      const float M = lg2(lds(ends + channel * 4));
+      float own[4], behind[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int nt = 2 * m + (i >> 1), j = nt * 4 + 2 * e + (i & 1), token = nt * 8 + 2 * tq + (i & 1), f = 2 * (i >> 1) + e;
-        auto of = [&](int l) { return i & 1 ? hi(x[l][f]) : lo(x[l][f]); };
+        auto of = [&](int l) { return i & 1 ? hi<true>(x[l][f]) : lo<true>(x[l][f]); };
         auto G_of = [&](int token) {
           const u32 two = lds32(at + OFF_G + token * 256 + (channel >> 1) * 4);
           return (float)(channel & 1 ? two >> 16 : two & 0xffffu) * (-1.f / STEPS);
         };
-        const float G = G_of(token), before = token ? G_of(token - 1) : 0.f, to_end = ex2(GL - G);
-#pragma unroll
-        for (int l = 0; l < 2; l++) { Y[16 * l + j] *= inverse; Z[16 * l + j] *= inverse; }
-        y[i] = of(1) * Y[j] - of(2) * Z[j] - of(3) * Z[16 + j];
-        z[i] = of(0) * Y[16 + j];
-        Y[j] *= ex2(G) * a.scale;
-        Y[16 + j] *= ex2(before);
-        Z[j] *= to_end;
-        Z[16 + j] *= to_end;
+        const float G = G_of(token), before = token ? G_of(token - 1) : 0.f, down = ex2(M - G);
+        Y[j] *= of_Q; Y[16 + j] *= of_A; Z[j] *= of_K; Z[16 + j] *= of_B;
+        own[i] = of(1) * iq * Y[j] - of(2) * ik * Z[j] - of(3) * ib * Z[16 + j];
+        behind[i] = of(0) * ia * Y[16 + j];
+        Y[j] *= ex2(G - M) * a.scale;
+        Y[16 + j] *= ex2(before - M);
+        Z[j] *= down;
+        Z[16 + j] *= down;
       }
-      sum_from_right(y, z, later[e], tq);
+      sum_from_right(own, behind, later[e], tq);
 #pragma unroll
-      for (int i = 0; i < 2; i++) dg[2 * i + e] = pack(y[2 * i] + ended[e], y[2 * i + 1] + ended[e]);
+      for (int i = 0; i < 2; i++) dg[2 * i + e] = pack(own[2 * i] + ended[e], own[2 * i + 1] + ended[e]);
     }
     __syncwarp();
 #pragma unroll
@@ -315,15 +326,29 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[32], float (&Z)[32], con
   }
 }
 
-// dS <- e^GL dS, by columns of K
-INLINE void decay_by(float (&S)[16][4], u32 ends, int lane) {
+// Z of a chunk times 2^(what is returned), from X, on its way to ki dS' and bi dS', and dO, times what `n` says and 2^held
+INLINE int find_Z(u32 (&z)[2][4], float (&X)[32], const u32 (&dout)[2][4], const Told& n, int held, bool all, u32 pairs, u32 at, int w,
+                  int lane) {
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
+  float U[16] = {};
+  add_pairs_back<true>(U, dout, pairs + 2048, rt, ct);
+  wg_wait(X);
+  const float in = power(n.q + n.o - held);
 #pragma unroll
-  for (int nt = 0; nt < 16; nt++) {
-    u32 e[2];
-    lds64(e, ends + (nt * 8 + 2 * (lane & 3)) * 4);
-    const float e0 = ex2(__uint_as_float(e[0])), e1 = ex2(__uint_as_float(e[1]));
-    S[nt][0] *= e0; S[nt][1] *= e1; S[nt][2] *= e0; S[nt][3] *= e1;
-  }
+  for (int j = 0; j < 16; j++) U[j] = fmaf(X[16 + j], in, U[j]);
+  const int by = min(3 - size_in_warp(U), 60);
+  const float f = power(by);
+#pragma unroll
+  for (int j = 0; j < 8; j++) z[j >> 2][j & 3] = pack<true>(U[2 * j] * f, U[2 * j + 1] * f);
+#pragma unroll
+  for (int j = 0; j < 16; j++) U[j] = 0.f;
+  add_pairs_back<true>(U, z, pairs + 6144, rt, ct);
+  const int is = n.kept.m + by + n.q + n.b + n.o;
+  const int to = min(3 - agree(size_in_warp(U) - is, all, at, w, lane), n.q + n.o - n.a + 60);
+  const float g = power(to - is);
+#pragma unroll
+  for (int j = 0; j < 8; j++) z[j >> 2][j & 3] = pack<true>(U[2 * j] * g, U[2 * j + 1] * g);
+  return to;
 }
 
 // Over chunks c0 to `stop` (not included) of those under way, the last of which begins at token `begin`; those before `first`
@@ -335,21 +360,26 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
   const int tile_row = w * 16 + rt, kc = (w >> 2) * 8 + (w & 3) * 2;
   const u32 adjoint = base + ADJOINT, state = base + STATE, bar_s = base + BARS_S;
+  int held = 0;  // dS is, times 2^held
   for (int c = c0; c < stop; c++) {
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
     const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, ends = base + ENDS + slot * 512;
     const bool own = uniform(c >= first);
     bar_wait(bars, (c / SLOTS) & 1);
+    const Told n = told(base + NUMBERS + slot * 48);
+    held = begin_chunk(S, held, n.grow, n.add, own, ends, base + AGREED, w, lane);
+    const int was = held;
+    int by_z;
     u32 dout[2][4], z[2][4], dv[2][4];
     {
       float X[32];
       {
         u32 f[8][4];
-        as_operand(f, S);
+        as_operand<true>(f, S);
         wg_fence();
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
-          wgmma64(X, f[ks], descriptor(at + OFF_K + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
+          wgmma64<true>(X, f[ks], descriptor(at + OFF_K + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
         wg_commit();
         if (own) {
 #pragma unroll
@@ -358,52 +388,51 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       }
 #pragma unroll
       for (int m = 0; m < 2; m++) ldm_trans(dout[m], at + OFF_X + both_place(16 * m + rb, w * 2 + cb));
-      float U[16] = {};
-      add_pairs_back(U, dout, at + OFF_P + 2048, rt, ct);
-      wg_wait(X);
-#pragma unroll
-      for (int j = 0; j < 8; j++) z[j >> 2][j & 3] = pack(X[16 + 2 * j] + U[2 * j], X[16 + 2 * j + 1] + U[2 * j + 1]);
-#pragma unroll
-      for (int j = 0; j < 16; j++) U[j] = 0.f;
-      add_pairs_back(U, z, at + OFF_P + 6144, rt, ct);
-#pragma unroll
-      for (int j = 0; j < 8; j++) z[j >> 2][j & 3] = pack(U[2 * j], U[2 * j + 1]);
+      by_z = find_Z(z, X, dout, n, held, own, at + OFF_P, base + AGREED + 32, w, lane);
       if (own) {
-        add_pairs_back(X, dout, at + OFF_P, rt, ct);
-        add_pairs_back(X, z, at + OFF_P + 4096, rt, ct);
+        const float to_o = power(n.q + n.o - was), to_z = power(n.a + by_z - n.q - n.o), out = power(-n.a - n.k - by_z);
 #pragma unroll
-        for (int j = 0; j < 8; j++) dv[j >> 2][j & 3] = pack(X[2 * j], X[2 * j + 1]);
+        for (int j = 0; j < 16; j++) X[j] *= to_o;
+        add_pairs_back<true>(X, dout, at + OFF_P, rt, ct);
+#pragma unroll
+        for (int j = 0; j < 16; j++) X[j] *= to_z;
+        add_pairs_back<true>(X, z, at + OFF_P + 4096, rt, ct);
+#pragma unroll
+        for (int j = 0; j < 8; j++) dv[j >> 2][j & 3] = pack(X[2 * j] * out, X[2 * j + 1] * out);
 #pragma unroll
         for (int m = 0; m < 2; m++) stm_trans(z[m], at + OFF_X + both_place(32 + 16 * m + rb, w * 2 + cb));
         proxy_fence();
         __syncwarp();
-        if (lane == 0) bar_arrive(bars + 16);
+        if (lane == 0) bar_arrive(bars + 16);  // pairs are read, too
       }
     }
-    decay_by(S, ends, lane);
+    const int of_z = fitting(S, held, n.a + by_z);
+    times(z[0], power(of_z)); times(z[1], power(of_z));
+    const float by_o = power(min(held - n.q - n.o, 11));  // at most 3, but where all of dO or q are 0
+    times(dout[0], by_o); times(dout[1], by_o);
     if (own) {
       between_warps();  // Z and dS of all warps are there
       bar_wait(bar_s, i & 1);
     }
     float Y[32], Z[32];
     wg_fence();
-    wgmma128(S, dout[0], descriptor(at + OFF_A + SECOND, BOTH, 1024));
-    wgmma128(S, dout[1], descriptor(at + OFF_A + SECOND + 2048, BOTH, 1024));
-    wgmma128(S, z[0], descriptor(at + OFF_A, BOTH, 1024));
-    wgmma128(S, z[1], descriptor(at + OFF_A + 2048, BOTH, 1024));
+    wgmma128<true>(S, dout[0], descriptor(at + OFF_A + SECOND, BOTH, 1024));
+    wgmma128<true>(S, dout[1], descriptor(at + OFF_A + SECOND + 2048, BOTH, 1024));
+    wgmma128<true>(S, z[0], descriptor(at + OFF_A, BOTH, 1024));
+    wgmma128<true>(S, z[1], descriptor(at + OFF_A + 2048, BOTH, 1024));
     wg_commit();
     if (own) {
       const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
       wg_fence();
 #pragma unroll
       for (int ks = 0; ks < 8; ks++)
-        wgmma64(Y, sd + ks * 128, descriptor(at + OFF_X + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
+        wgmma64<true>(Y, sd + ks * 128, descriptor(at + OFF_X + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
 #pragma unroll
       for (int ks = 0; ks < 8; ks++)
-        wgmma64(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
+        wgmma64<true>(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
       wg_commit();
       float trace[2];
-      traces(trace, state, adjoint, kc, lane);
+      traces<true>(trace, state, adjoint, kc, lane);
       wg_wait(S);
       wg_settled(Y);
       wg_settled(Z);
@@ -420,13 +449,15 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         lds128(x, at + OFF_W + both_place(row, j));
         if (t + row < end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, x);
       }
-      key_gradients(b, Y, Z, trace, at, ends, kc, t, end, h, lane);
+      key_gradients(b, Y, Z, trace, n, by_z, was, at, ends, kc, t, end, h, lane);
     } else {
       wg_wait(S);
     }
+    decay(S, ends, lane);
     __syncwarp();
     if (lane == 0) bar_arrive(bars + 8);
   }
+  multiply(S, power(-held));
 }
 
 INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, int passes, u32 base, int w, int lane) {
@@ -451,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_
   const int tid = threadIdx.x;
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) {
-      bar_init(base + BARS + i * 32, 1);
+      bar_init(base + BARS + i * 32, 2);
       bar_init(base + BARS + i * 32 + 8, 8);
       bar_init(base + BARS + i * 32 + 16, 8);
       bar_init(base + BARS + i * 32 + 24, 2);
@@ -469,8 +500,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_
   const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3, first = n * (passes - 1);
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < SLOTS) produce(b, x, h, n, passes, first, base, w, lane);
-    else fetch(b, x, h, n * passes, first, base, w - SLOTS, lane);
+    if (w < 2 * SLOTS) produce(b, x, h, n, passes, first, base, w, lane);
   } else {
     registers_up<200>();
     consume(b, x, s, h, n, first, passes, base, w, lane);

@@ -5,15 +5,13 @@
 //
 // Chunks of 32 tokens, K = V = 128. With G the running sum of g in a chunk, G' that of the token before, GL the last,
 //
-//   qg = scale q e^G,  ag = a e^G',  kd = k e^(GL - G),  bd = b e^(GL - G)
 //   qi = scale q e^(G - GL/2),  ai = a e^(G' - GL/2),  ki = k e^(GL/2 - G),  bi = b e^(GL/2 - G)
 //   P_k = tril(qi ki^T),  P_b = tril(qi bi^T),  L = tril(ai ki^T, -1),  M = (I - tril(ai bi^T, -1))^-1
-//   Y = M (ag S + L V),   o = qg S + P_b Y + P_k V,   S <- e^GL S + kd^T V + bd^T Y
+//   S' = e^(GL/2) S,  Y = M (ai S' + L V),   o = qi S' + P_b Y + P_k V,   S <- e^(GL/2) (S' + ki^T V + bi^T Y)
 //
-// A program works through a span of one head: three warps make the factors, a chunk each, and eight carry the state
-// transposed, [V, K], as accumulators. Pairs are found from fp16 where what the gates add up to allows it (see half.cuh), and
-// multiplied in two parts of bf16, but for M. A chunk whose factors do not fit (GL below log2's HARDEST) gives NaN: the caller has
-// promised that none does.
+// A program works through a span of one head: two pairs of warps make the factors, a chunk each, and eight carry the state
+// transposed, [V, K], as accumulators. A chunk whose factors do not fit (GL below log2's FITS) gives NaN: the caller has promised that
+// none does.
 //
 // A span that is not a piece's first waits for the state that the one before it leaves. It meanwhile finds what its tokens leave
 // of no state and of the identity (two passes without outputs), so that the state it leaves is a product once the one before
@@ -21,114 +19,63 @@
 #include "dplr.cuh"
 #include "triangle.cuh"
 
-#define SLOTS 3 // chunks under way, one a warp that makes factors
-// A slot: a and q, then ai and qi, then ag and qg; k, b, then ki, bi, then kd, bd; v, then Y and o; P of k and b, L, M; g, then
-// what P of k and b and L are beyond bf16; e^GL
+#define SLOTS 3 // chunks under way
+#define MAKERS 2 // pairs of warps that make factors, each a chunk
+// A slot: a and q, then ai and qi; k and b, then ki and bi; v, then Y and o; P of k and b, L, M; g; e^(GL/2)
 #define SLOT 58368
 #define OFF_A 0
 #define OFF_K 16384
-#define OFF_B 24576
 #define OFF_V 32768
 #define OFF_P 40960
 #define OFF_G 49152
 #define OFF_E 57344
-#define LOW (OFF_G - OFF_P)              // from pairs to what they are beyond bf16
-#define MILD -28.f                       // log2 of the least that a chunk leaves of a channel whose pairs are found from fp16
 #define STAGE (SLOTS * SLOT)             // with KEEP: the state on its way out, 4 KB a warp that carries it
-#define TRIANGLES (STAGE + KEEP * 32768) // what a maker inverts
-#define BARS (TRIANGLES + SLOTS * TRIANGLE) // of each slot: full, empty
+#define TRIANGLES (STAGE + KEEP * 32768) // what makers invert
+#define NUMBERS (TRIANGLES + MAKERS * TRIANGLE) // of each slot: see `Told`
+#define LARGEST (NUMBERS + SLOTS * 32) // of makers: see `say_largest`
+#define AGREED (LARGEST + MAKERS * 64)    // twice 32 bytes, see `agree`
+#define BARS (AGREED + 64)               // of each slot: full, empty
 #define OPEN (BARS + SLOTS * 16)         // a barrier: the last pass may begin
 #define SAID (OPEN + 16)                 // the ticket, what `choose` takes again, an unused word, one of `leave`
 
-// -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
+// What a maker says of a chunk: powers of its tiles, of v and of M, the most by which e^M makes the state larger, and a bound of what
+// k and v add to it
+struct Told { int a, q, k, b, v, m, grow, add; };
+INLINE Told told(u32 at) {
+  u32 x[8];
+  lds128(x, at);
+  lds128(x + 4, at + 16);
+  return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], (int)x[4], (int)x[5], (int)x[6], (int)x[7]};
+}
 
-// Ask for the rows of 32 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
-INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
+// -- what chunks need of their own tokens: two warps a chunk, each 16 of them, and then the products of a or of q ------------------------------------------------------------
+
+// Ask for the rows of this half's 16 tokens of those from t on; those from `end` on are zero, v where no `values` are wanted.
+INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int half, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
-  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const int hk = h / (a.H / a.HK), row = half * (C / 2) + (lane >> 4), j = lane & 15, live = end - t - row;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
   const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
   const u64 from_v = (u64)(t + row) * sv + h * (D * 2) + j * 16;
   const u64 to_k = (const char*)a.k - (const char*)a.q;
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < 8; i++) {
     const int r = 2 * i + row;
     const bool ok = 2 * i < live;
     const char* from = ok ? q : (const char*)a.q;
     const u64 at_v = ok ? from_v + i * 2 * sv : 0;
     cp16(at + OFF_A + SECOND + both_place(r, j), from, ok);
-    cp16(at + OFF_K + tile_place(r, j), from + to_k, ok);
+    cp16(at + OFF_K + both_place(r, j), from + to_k, ok);
     cp16(at + OFF_A + both_place(r, j), (const char*)a.a + at_v, ok);
-    cp16(at + OFF_B + tile_place(r, j), (const char*)a.b + at_v, ok);
+    cp16(at + OFF_K + SECOND + both_place(r, j), (const char*)a.b + at_v, ok);
     cp16(at + OFF_V + r * 256 + swz(r, j), (const char*)a.v + at_v, ok && values);
     cp16(at + OFF_G + r * 256 + j * 16, (const char*)a.g + at_v, ok);
     q += 2 * sk;
   }
 }
 
-// What the tiles of a chunk are multiplied by, by log2: those in fp16
-struct Powers { int a, q, k, b; };
-
-// The same tiles with factors about the chunk's middle: ai, qi, ki, bi
-template <bool FP16> INLINE void make_factors(const float (&GL)[4], const Powers& by, float scale, u32 at, int lane) {
-  const int chunk = lane >> 1;
-  const u32 half = (lane & 1) * 8;
-  const float fa = power(by.a), fq = power(by.q) * scale, fk = power(by.k), fb = power(by.b);
-  float G[4] = {0.f, 0.f, 0.f, 0.f}, over[4];  // over: e^(G - GL/2) of the token before
-#pragma unroll
-  for (int j = 0; j < 4; j++) over[j] = ex2(-0.5f * GL[j]);
-#pragma unroll 2
-  for (int i = 0; i < C; i++) {
-    const u32 to_a = at + OFF_A + both_place(i, chunk) + half, to_k = at + OFF_K + tile_place(i, chunk) + half;
-    float g[4], under[4];
-    u32 x[4][2];  // a, q, k, b
-    gates(g, at + OFF_G + i * 256, lane);
-    lds64(x[0], to_a);
-    lds64(x[1], to_a + SECOND);
-    lds64(x[2], to_k);
-    lds64(x[3], to_k + OFF_B - OFF_K);
-    auto put = [&](const u32(&z)[2], const float(&y)[4], float f, u32 to) {
-      sts64(to, pack<FP16>(lo(z[0]) * (y[0] * f), hi(z[0]) * (y[1] * f)), pack<FP16>(lo(z[1]) * (y[2] * f), hi(z[1]) * (y[3] * f)));
-    };
-    put(x[0], over, fa, to_a);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      G[j] = fmaf(g[j], LOG2E, G[j]);
-      over[j] = ex2(G[j] - 0.5f * GL[j]);
-      under[j] = ex2(0.5f * GL[j] - G[j]);
-    }
-    put(x[1], over, fq, to_a + SECOND);
-    put(x[2], under, fk, to_k);
-    put(x[3], under, fb, to_k + OFF_B - OFF_K);
-  }
-}
-
-// ag, qg, kd and bd in bf16 over ai, qi, ki and bi
-template <bool FP16> INLINE void to_state(const float (&GL)[4], const Powers& by, u32 at, int lane) {
-  const int chunk = lane >> 1;
-  const u32 half = (lane & 1) * 8;
-  float E[4];
-#pragma unroll
-  for (int j = 0; j < 4; j++) E[j] = ex2(0.5f * GL[j]);
-#pragma unroll 1
-  for (int which = 0; which < 4; which++) {
-    const float f = power(which == 0 ? -by.a : which == 1 ? -by.q : which == 2 ? -by.k : -by.b);
-    float y[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) y[j] = E[j] * f;
-#pragma unroll 4
-    for (int i = 0; i < C; i++) {
-      const u32 place = at + half + (which < 2 ? OFF_A + which * SECOND + both_place(i, chunk)
-                                               : OFF_K + (which - 2) * (OFF_B - OFF_K) + tile_place(i, chunk));
-      u32 x[2];
-      lds64(x, place);
-      sts64(place, pack(lo<FP16>(x[0]) * y[0], hi<FP16>(x[0]) * y[1]), pack(lo<FP16>(x[1]) * y[2], hi<FP16>(x[1]) * y[3]));
-    }
-  }
-}
-
 // Products of rows of ai or qi (at `left`) with ki and bi: tiles of 8 columns, two of rows 0 to 15, four of rows 16 to 31
-template <bool FP16> INLINE void products(float (&X)[6][4], float (&Y)[6][4], u32 left, u32 at, int lane) {
+INLINE void products(float (&X)[6][4], float (&Y)[6][4], u32 left, u32 at, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
@@ -147,16 +94,16 @@ template <bool FP16> INLINE void products(float (&X)[6][4], float (&Y)[6][4], u3
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         u32 n[4];
-        ldm(n, at + (which ? OFF_B : OFF_K) + tile_place(16 * j + rb, 2 * ks + cb));
-        if (j == 0) { mma<FP16>(Z[0], x[0], n[0], n[1]); mma<FP16>(Z[1], x[0], n[2], n[3]); }
-        mma<FP16>(Z[2 + 2 * j], x[1], n[0], n[1]); mma<FP16>(Z[3 + 2 * j], x[1], n[2], n[3]);
+        ldm(n, at + OFF_K + which * SECOND + both_place(16 * j + rb, 2 * ks + cb));
+        if (j == 0) { mma<true>(Z[0], x[0], n[0], n[1]); mma<true>(Z[1], x[0], n[2], n[3]); }
+        mma<true>(Z[2 + 2 * j], x[1], n[0], n[1]); mma<true>(Z[3 + 2 * j], x[1], n[2], n[3]);
       }
     }
   }
 }
 
-// What lies below the diagonal, and on it if `diagonal`, times `by`, in two parts of bf16
-INLINE void put_pairs(const float (&X)[6][4], float by, bool diagonal, u32 to, int lane) {
+// What lies below the diagonal, and on it if `diagonal`
+INLINE void put_pairs(const float (&X)[6][4], bool diagonal, u32 to, int lane) {
   asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
 #pragma unroll
   for (int m = 0; m < 2; m++)
@@ -167,11 +114,7 @@ INLINE void put_pairs(const float (&X)[6][4], float by, bool diagonal, u32 to, i
       for (int nt = 0; nt < 2 + 2 * m; nt++) {
         const int j = nt * 8 + 2 * (lane & 3);
         const float* y = &X[2 * m + nt][2 * e];
-        const u32 place = to + pair_place(i, nt) + (lane & 3) * 4;
-        const float y0 = j <= last ? y[0] * by : 0.f, y1 = j + 1 <= last ? y[1] * by : 0.f;
-        const u32 high = pack(y0, y1);
-        sts32(place, high);
-        sts32(place + LOW, pack(y0 - lo(high), y1 - hi(high)));
+        sts32(to + pair_place(i, nt) + (lane & 3) * 4, pack<true>(j <= last ? y[0] : 0.f, j + 1 <= last ? y[1] : 0.f));
       }
     }
 }
@@ -197,58 +140,76 @@ INLINE void put_triangle(const float (&X)[6][4], float by, u32 triangle, int lan
     }
 }
 
+// The inverse of I + triangle to fp16, times a power of two by which all are below 2^4; returns its log2
+INLINE int invert_half(u32 to, u32 triangle, int lane) {
+  float y[C], most = 0.f;
+  substitute(1.f, triangle, lane, [&](int j, float x) {
+    y[j] = x;
+    most = fmaxf(most, fabsf(x));
+  });
+  const int by = 3 - exponent(__uint_as_float(warp_max(__float_as_uint(most))));
+  const float f = power(by);
+#pragma unroll
+  for (int j = 0; j < C; j++) sts16(to + pair_place(j, lane >> 3) + (lane & 7) * 2, (u16)(pack<true>(y[j] * f, 0.f) & 0xffff));
+  return by;
+}
+
 // A chunk's pairs, of which those that outputs want only with `outputs`, and what the state needs of its tokens
-template <bool FP16>
-INLINE void make_chunk(const float (&GL)[4], const Powers& by, float scale, bool outputs, u32 triangle, u32 at, int lane) {
-  make_factors<FP16>(GL, by, scale, at, lane);
-  __syncwarp();
+INLINE void make_chunk(float scale, bool outputs, u32 numbers, u32 said, u32 triangle, u32 at, int pair, int half, int lane) {
+  say_largest<5>({{at + OFF_A, at + OFF_A + SECOND, at + OFF_K, at + OFF_K + SECOND, at + OFF_V}, {BOTH, BOTH, BOTH, BOTH, 2048}}, said,
+                 half, lane);
+  between_two(pair);
+  const Powers by = powers(scale, said);
+  const int v = room(said, 4) + 3;
+  float GL[4], G[4], E[4];
+  const int grow = half_decay(GL, G, E, at + OFF_G, half, lane);
+  to_halves<8>(at + OFF_V + half * 4096, power(v), lane, 2048);
+  make_factors<0>(GL, G, by, scale, at + OFF_A, at + OFF_K, at + OFF_G, half * (C / 2), lane);
+  between_two(pair);
   float X[6][4], Y[6][4];
-  products<FP16>(X, Y, at + OFF_A, at, lane);
-  put_pairs(X, power(-by.a - by.k), false, at + OFF_P + 4096, lane);
-  put_triangle(Y, power(-by.a - by.b), triangle, lane);
-  if (outputs) {
-    products<FP16>(X, Y, at + OFF_A + SECOND, at, lane);
-    put_pairs(X, power(-by.q - by.k), true, at + OFF_P, lane);
-    put_pairs(Y, power(-by.q - by.b), true, at + OFF_P + 2048, lane);
+  if (half == 0) {
+    products(X, Y, at + OFF_A, at, lane);
+    put_pairs(X, false, at + OFF_P + 4096, lane);
+    put_triangle(Y, power(-by.a - by.b), triangle, lane);
+    __syncwarp();
+    const int m = invert_half(at + OFF_P + 6144, triangle, lane);
+    sts128(at + OFF_E + lane * 16, E);
+    if (lane == 0) {
+      sts64(numbers, by.a, by.q);
+      sts64(numbers + 8, by.k, by.b);
+      sts64(numbers + 16, v, m);
+      sts64(numbers + 24, grow, added(said, 2, 4, by.k + v));
+    }
+  } else if (outputs) {
+    products(X, Y, at + OFF_A + SECOND, at, lane);
+    put_pairs(X, true, at + OFF_P, lane);
+    put_pairs(Y, true, at + OFF_P + 2048, lane);
   }
-  __syncwarp();
-  to_state<FP16>(GL, by, at, lane);
 }
 
 // The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
 INLINE void produce(const Args& a, const Span& x, int h, int n, int passes, u32 base, int w, int lane) {
-  const u32 at = base + w * SLOT, full = base + BARS + w * 16, triangle = base + TRIANGLES + w * TRIANGLE;
-  for (int c = w; c < n * passes; c += SLOTS) {
+  const int pair = w >> 1, half = w & 1;
+  for (int c = pair; c < n * passes; c += MAKERS) {
+    const int slot = c % SLOTS, pass = c / n, m = c - pass * n;
+    const u32 at = base + slot * SLOT, full = base + BARS + slot * 16;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int pass = c / n, m = c - pass * n;
     if (pass == 2) bar_wait(base + OPEN, 0);
-    load_chunk(a, x.begin + m * C, x.end, h, pass != 1, at, lane);
+    load_chunk(a, x.begin + m * C, x.end, h, pass != 1, at, half, lane);
     cp_wait();
     __syncwarp();
-    float GL[4], E[4];
-    const bool hard = chunk_decay(GL, at + OFF_G, 256, lane);
-#pragma unroll
-    for (int j = 0; j < 4; j++) E[j] = hard ? __int_as_float(0x7fffffff) : ex2(GL[j]);
-    sts128(at + OFF_E + lane * 16, E);
-    if (__all_sync(~0u, fminf(fminf(GL[0], GL[1]), fminf(GL[2], GL[3])) >= MILD)) {
-      auto room = [&](u32 from, int more, int apart) { return -size_of(largest_in(from, lane, apart), more, 50).e; };
-      const Powers by = {room(at + OFF_A, 0, BOTH), room(at + OFF_A + SECOND, exponent(a.scale) + 1, BOTH),
-                         room(at + OFF_K, 0, HALF), room(at + OFF_B, 0, HALF)};
-      make_chunk<true>(GL, by, a.scale, pass == passes - 1, triangle, at, lane);
-    } else {
-      make_chunk<false>(GL, {0, 0, 0, 0}, a.scale, pass == passes - 1, triangle, at, lane);
-    }
-    __syncwarp();
-    invert(1.f, at + OFF_P + 6144, triangle, lane);
+    make_chunk(a.scale, pass == passes - 1, base + NUMBERS + slot * 32, base + LARGEST + pair * 64, base + TRIANGLES + pair * TRIANGLE,
+               at, pair, half, lane);
 #if KEEP
     __syncwarp();
-    if (pass == passes - 1) {
-      char* const to = (char*)(a.kept_P + kept_at(a, x.chunk + m, h) * (4 * C * C));
-#pragma unroll 4
-      for (int i = 0; i < 16; i++) {
+    if (pass == passes - 1) {  // L and M, or P of k and b
+      const u32 from = (1 - half) * 4096 + lane * 16;
+      char* const to = (char*)a.kept_P + kept_at(a, x.chunk + m, h) * PAIRS + from;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
         u32 z[4];
-        lds128(z, at + OFF_P + i * 512 + lane * 16);
-        stg128(to + i * 512 + lane * 16, z);
+        lds128(z, at + OFF_P + from + i * 512);
+        stg128(to + i * 512, z);
       }
     }
 #endif
@@ -260,61 +221,94 @@ INLINE void produce(const Args& a, const Span& x, int h, int n, int passes, u32 
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
+// Y of a chunk times 2^(what is returned), from RO, on their way to ai S' and qi S', and v, times what `n` says and 2^held
+INLINE int find_Y(u32 (&y)[2][4], float (&RO)[32], const u32 (&v)[2][4], const Told& n, int held, bool all, u32 pairs, u32 at,
+                  int w, int lane) {
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  float R[16] = {};
+  add_pairs<true>(R, v, pairs + 4096, rb, cb);
+  wg_wait(RO);
+  const float in = power(n.k + n.v - held);
+#pragma unroll
+  for (int i = 0; i < 16; i++) R[i] = fmaf(RO[i], in, R[i]);
+  const int by = min(3 - size_in_warp(R), 60);
+  const float f = power(by);
+#pragma unroll
+  for (int i = 0; i < 8; i++) y[i >> 2][i & 3] = pack<true>(R[2 * i] * f, R[2 * i + 1] * f);
+#pragma unroll
+  for (int i = 0; i < 16; i++) R[i] = 0.f;
+  add_pairs<true>(R, y, pairs + 6144, rb, cb);
+  const int is = n.m + by + n.a + n.k + n.v;
+  const int to = min(3 - agree(size_in_warp(R) - is, all, at, w, lane), n.k + n.v - n.b + 60);
+  const float g = power(to - is);
+#pragma unroll
+  for (int i = 0; i < 8; i++) y[i >> 2][i & 3] = pack<true>(R[2 * i] * g, R[2 * i + 1] * g);
+  return to;
+}
+
 // The state over a span's n chunks, the first of which is the c0-th of those under way; what is wanted of chunks goes out if
 // this is the `last` pass.
 INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, int chunk, int c0, int n, bool last, u32 base,
                  int w, int lane) {
   const u32 bars = base + BARS;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
+  const bool all = KEEP && last;  // tell what tiles are multiplied by
+  int held = 0;                   // S is, times 2^held
   for (int c = c0; c < c0 + n; c++) {
     const int slot = c % SLOTS, t = begin + (c - c0) * C;
     const u32 at = base + slot * SLOT;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
+    const Told x = told(base + NUMBERS + slot * 32);
     float RO[32];
     u32 v[2][4], y[2][4];
+    held = begin_chunk(S, held, x.grow, x.add, all, at + OFF_E, base + AGREED, w, lane);
     {
       u32 f[8][4];
 #pragma unroll
       for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
-      as_operand(f, S);
-      decay(S, at + OFF_E, lane);
+      as_operand<true>(f, S);
       wg_fence();
 #pragma unroll
       for (int ks = 0; ks < 8; ks++)
-        wgmma64(RO, f[ks], descriptor(at + OFF_A + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
+        wgmma64<true>(RO, f[ks], descriptor(at + OFF_A + (ks >> 2) * BOTH, 16, 1024) + (ks & 3) * 2, ks > 0);
       wg_commit();
 #if KEEP
       if (last)
         keep_state(f, (char*)(a.kept_S + kept_at(a, chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 4096, w, lane);
 #endif
     }
-    float R[16] = {};
-    add_pairs(R, v, at + OFF_P + 4096, rb, cb);
-    add_pairs(R, v, at + OFF_P + LOW + 4096, rb, cb);
-    wg_wait(RO);
+    const int was = held, by_y = find_Y(y, RO, v, x, held, all, at + OFF_P, base + AGREED + 32, w, lane);
+    {
+      u32 f[4][4];
+      const int by = fitting(S, held, x.b + by_y);
 #pragma unroll
-    for (int i = 0; i < 8; i++) y[i >> 2][i & 3] = pack(RO[2 * i] + R[2 * i], RO[2 * i + 1] + R[2 * i + 1]);
-#pragma unroll
-    for (int i = 0; i < 16; i++) R[i] = 0.f;
-    add_pairs(R, y, at + OFF_P + 6144, rb, cb);
-#pragma unroll
-    for (int i = 0; i < 8; i++) y[i >> 2][i & 3] = pack(R[2 * i], R[2 * i + 1]);
-    wg_fence();
-    wgmma128(S, v[0], descriptor(at + OFF_K, HALF, 1024));
-    wgmma128(S, v[1], descriptor(at + OFF_K + 2048, HALF, 1024));
-    wgmma128(S, y[0], descriptor(at + OFF_B, HALF, 1024));
-    wgmma128(S, y[1], descriptor(at + OFF_B + 2048, HALF, 1024));
-    wg_commit();
+      for (int i = 0; i < 8; i++) { f[i >> 2][i & 3] = v[i >> 2][i & 3]; f[2 + (i >> 2)][i & 3] = y[i >> 2][i & 3]; }
+      const float by_v = power(min(held - x.k - x.v, 11));  // at most 3, but where all of v or k are 0
+      times(f[0], by_v); times(f[1], by_v);
+      times(f[2], power(by)); times(f[3], power(by));
+      wg_fence();
+      wgmma128<true>(S, f[0], descriptor(at + OFF_K, BOTH, 1024));
+      wgmma128<true>(S, f[1], descriptor(at + OFF_K + 2048, BOTH, 1024));
+      wgmma128<true>(S, f[2], descriptor(at + OFF_K + SECOND, BOTH, 1024));
+      wgmma128<true>(S, f[3], descriptor(at + OFF_K + SECOND + 2048, BOTH, 1024));
+      wg_commit();
+    }
     if (last) {
       float* O = RO + 16;
+      const float to_v = power(x.k + x.v - was), to_y = power(x.b + by_y - x.k - x.v), out = power(-x.q - x.b - by_y);
 #pragma unroll
-      for (int low = 0; low <= LOW; low += LOW) {
-        add_pairs(O, v, at + OFF_P + low, rb, cb);
-        add_pairs(O, y, at + OFF_P + low + 2048, rb, cb);
-      }
+      for (int i = 0; i < 16; i++) O[i] *= to_v;
+      add_pairs<true>(O, v, at + OFF_P, rb, cb);
+#pragma unroll
+      for (int i = 0; i < 16; i++) O[i] *= to_y;
+      add_pairs<true>(O, y, at + OFF_P + 2048, rb, cb);
       const int to = w * 2 + (lane & 1);
 #if KEEP
-      u16* const kept = a.kept_Y + kept_at(a, chunk + (t - begin) / C, h) * (C * D);
+      const u64 kept = kept_at(a, chunk + (t - begin) / C, h);
+      if (w == 0 && lane == 0) {
+        const u32 numbers[4] = {(u32)was, (u32)by_y, (u32)x.m, 0};
+        stg128((char*)a.kept_P + kept * PAIRS + 8 * C * C, numbers);
+      }
 #pragma unroll
       for (int m = 0; m < 2; m++) stm_trans(y[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
       __syncwarp();
@@ -323,7 +317,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
         const int row = 16 * m + (lane >> 1);
         u32 z[4];
         lds128(z, at + OFF_V + row * 256 + swz(row, to));
-        stg128((char*)kept + tile_place(row, to), z);
+        stg128((char*)(a.kept_Y + kept * (C * D)) + tile_place(row, to), z);
       }
       __syncwarp();
 #endif
@@ -332,7 +326,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
         for (int m = 0; m < 2; m++) {
           u32 f[4];
 #pragma unroll
-          for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i], O[8 * m + 2 * i + 1]);
+          for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * out, O[8 * m + 2 * i + 1] * out);
           stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
         }
         __syncwarp();
@@ -346,9 +340,11 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
       }
     }
     wg_wait(S);
+    decay(S, at + OFF_E, lane);
     __syncwarp();
     if (lane == 0) bar_arrive(bars + slot * 16 + 8);
   }
+  multiply(S, power(-held));
 }
 
 INLINE void consume(const Args& a, const Span& x, int s, int h, int n, int passes, u32 base, int w, int lane) {
@@ -372,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_forward(const __grid_c
   const int tid = threadIdx.x;
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) {
-      bar_init(base + BARS + i * 16, 1);
+      bar_init(base + BARS + i * 16, 2);
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
@@ -386,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_forward(const __grid_c
   const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3;
   if (uniform(tid >> 8)) {
     registers_down<120>();
-    if (w < SLOTS) produce(a, x, h, n, passes, base, w, lane);
+    if (w < 2 * MAKERS) produce(a, x, h, n, passes, base, w, lane);
   } else {
     registers_up<192>();
     consume(a, x, s, h, n, passes, base, w, lane);

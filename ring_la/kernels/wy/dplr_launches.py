@@ -20,13 +20,15 @@ from ring_la.kernels.wy.gdn_launches import GDNCall, KeptChunks
 from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
-LEAST = -86.0 * math.log(2) / CHUNK
+LEAST = -29.5 * math.log(2) / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPANS = 15
 """Of a row, at most."""
+PAIRS = 4 * CHUNK * CHUNK + 8
+"""Numbers that a chunk keeps of its pairs, and what tiles were multiplied by."""
 ARGUMENTS = "17Q11if"
-SHARED = 3 * (58368 + 2304 + 16) + 16 + 16 + 1024
-BACKWARD_SHARED = 2 * (81920 + 512 + 32) + 2 * 32768 + 16 + 16 + 16 + 1024
+SHARED = 3 * (58368 + 32 + 16) + 2 * (2304 + 64) + 64 + 16 + 16 + 1024
+BACKWARD_SHARED = 2 * (81920 + 512 + 48 + 64 + 32) + 2 * 32768 + 64 + 16 + 16 + 16 + 1024
 
 
 @functools.cache
@@ -52,16 +54,16 @@ def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tup
 
 def group(chunks: int, heads: int) -> int:
     """Heads at a time whose chunks are held."""
-    return heads_at_a_time(chunks, heads, HEAD * HEAD + CHUNK * HEAD + 4 * CHUNK * CHUNK)
+    return heads_at_a_time(chunks, heads, HEAD * HEAD + CHUNK * HEAD + PAIRS)
 
 
 def _room(call: GDNCall, heads: int) -> KeptChunks:
-    """For the states before chunks, Y, and P of k and b, L and M."""
+    """For the states before chunks, Y, and P of k and b, L and M: fp16, as the kernels lay it out."""
     shape, bf16 = (call.chunks, heads), torch.bfloat16
     return KeptChunks(
         call.new(*shape, HEAD, HEAD, dtype=bf16),
         call.new(*shape, CHUNK, HEAD, dtype=bf16),
-        call.new(*shape, 4, CHUNK, CHUNK, dtype=bf16),
+        call.new(*shape, PAIRS, dtype=bf16),
     )
 
 

@@ -20,13 +20,13 @@ INLINE float power(int e) { return __uint_as_float((u32)(min(max(e, -120), 120) 
 INLINE float inverse(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }  // of a power of two
 INLINE int exponent(float x) { return (int)(__float_as_uint(x) >> 23 & 255) - 127; }
 
-// The largest magnitude in a tile of 8 KB in bf16, as bits, by one warp; `apart`: where its second half begins
-INLINE u32 largest_in(u32 at, int lane, int apart = 4096) {
+// The largest magnitude in a tile of N x 512 bytes in bf16, as bits, by one warp; `apart`: where its second half begins
+template <int N = 16> INLINE u32 largest_in(u32 at, int lane, int apart = 4096) {
   u32 m = 0;
 #pragma unroll 4
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < N; i++) {
     u32 x[4];
-    lds128(x, at + (i >> 3) * apart + (i & 7) * 512 + lane * 16);
+    lds128(x, at + (u32)i / (N / 2) * apart + (u32)i % (N / 2) * 512 + lane * 16);
 #pragma unroll
     for (int j = 0; j < 4; j++) m = larger(m, x[j] & 0x7fff7fffu);
   }
@@ -41,16 +41,17 @@ INLINE Size size_of(u32 largest, int more, int most) {
   return {e, e >= -most && e <= most};
 }
 
-// A tile of 8 KB from bf16 to fp16, times `by`, in its place
-INLINE void to_halves(u32 at, float by, int lane) {
+// A tile of N x 512 bytes from bf16 to fp16, times `by`, in its place; `apart` as above
+template <int N = 16> INLINE void to_halves(u32 at, float by, int lane, int apart = 4096) {
 #pragma unroll 2
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < N; i++) {
     u32 x[4];
     float y[4];
-    lds128(x, at + i * 512 + lane * 16);
+    const u32 place = at + (u32)i / (N / 2) * apart + (u32)i % (N / 2) * 512 + lane * 16;
+    lds128(x, place);
 #pragma unroll
     for (int j = 0; j < 4; j++) y[j] = __uint_as_float(pack<true>(lo(x[j]) * by, hi(x[j]) * by));
-    sts128(at + i * 512 + lane * 16, y);
+    sts128(place, y);
   }
 }
 

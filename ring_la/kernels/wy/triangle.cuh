@@ -9,8 +9,8 @@ INLINE constexpr int triangle_column(int j) {
   return 4 * ((b ? 96 + 4 * (b - 1) * (32 - 2 * b) : 0) + (j - (b ? 4 * b - 1 : 0)) * (32 - 4 * b) - 4 * b);
 }
 
-// (I + triangle)^-1 diag(b) by forward substitution in fp32, a column a lane, to bf16; b: the lane's
-INLINE void invert(float b, u32 to, u32 triangle, int lane) {
+// (I + triangle)^-1 diag(b) by forward substitution in fp32, a column a lane; b: the lane's. put(j, y): its row j
+template <class Put> INLINE void substitute(float b, u32 triangle, int lane, Put put) {
   float y[C];
 #pragma unroll
   for (int i = 0; i < C; i++) y[i] = i == lane ? b : 0.f;
@@ -24,6 +24,12 @@ INLINE void invert(float b, u32 to, u32 triangle, int lane) {
       for (int l = 0; l < 4; l++)
         if (i + l > j) y[i + l] = fmaf(-__uint_as_float(r[l]), y[j], y[i + l]);
     }
-    sts16(to + pair_place(j, lane >> 3) + (lane & 7) * 2, (u16)(pack(y[j], 0.f) & 0xffff));
+    put(j, y[j]);
   }
+}
+// The same to bf16
+INLINE void invert(float b, u32 to, u32 triangle, int lane) {
+  substitute(b, triangle, lane, [&](int j, float y) {
+    sts16(to + pair_place(j, lane >> 3) + (lane & 7) * 2, (u16)(pack(y, 0.f) & 0xffff));
+  });
 }

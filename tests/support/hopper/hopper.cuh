@@ -10,6 +10,7 @@ typedef uint16_t u16;
 
 // -- numbers -------------------------------------------------------------------------------------------------------
 
+INLINE int program() { return machine::here().number; }
 INLINE int uniform(int x) {
   Passed<int> mine{x, 0, x};
   machine::together("uniform", mine, [](Passed<int>** g) {
@@ -27,6 +28,7 @@ INLINE float ex2(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.f : y;
 }
+INLINE float lg2(float x) { return log2f(x); }
 INLINE u32 rounded(float x) {
   const u32 bits = __float_as_uint(x);
   if (x != x) return 0x7fff;
@@ -72,6 +74,8 @@ INLINE void cp16(u32 to, const void* from, bool live) {
   char* place = machine::at(to, 16, 16);
   if (live) memcpy(place, from, 16); else memset(place, 0, 16);
 }
+INLINE void cp_commit() {}
+template <int N> INLINE void cp_wait_but() {}
 INLINE void cp_wait() {}
 INLINE void proxy_fence() {}
 
@@ -137,6 +141,7 @@ INLINE void copy_out(void* to, u32 from, u32 bytes) { memcpy(to, machine::at(fro
 INLINE void copy_out_all() {}
 INLINE void copied_out() {}
 INLINE void between_warps() { machine::barrier(machine::here().some, 256, "between_warps"); }
+INLINE void between_two(int pair) { machine::barrier(machine::here().pairs[pair], 64, "between_two"); }
 INLINE int load_acquire(const int* p) {
   machine::leave();
   return *(volatile const int*)p;
@@ -208,8 +213,9 @@ template <class Registers> INLINE void wg_settled(Registers&) {}
 template <class Registers> INLINE void wg_wait(Registers&) {}
 INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) { wide<16, false>(d, a, 0, b, more); }
 template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) { wide<32, false, FP16>(d, a, 0, b, more); }
-INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) { wide<64, false>(d, a, 0, b, more); }
+template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) { wide<64, false, FP16>(d, a, 0, b, more); }
 template <bool FP16 = false> INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) { wide<128, true, FP16>(&d[0][0], a, 0, b, 1); }
 INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) { wide<16, false>(d, nullptr, a, b, more); }
 template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) { wide<32, false, FP16>(d, nullptr, a, b, more); }
-INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) { wide<64, false>(d, nullptr, a, b, more); }
+template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) { wide<64, false, FP16>(d, nullptr, a, b, more); }
+template <bool FP16 = false> INLINE void wgmma192(float (&d)[24][4], u64 a, u64 b, int more) { wide<192, true, FP16>(&d[0][0], nullptr, a, b, more); }

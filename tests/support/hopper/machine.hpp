@@ -50,7 +50,7 @@ struct Program {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::map<uint32_t, Bar> bars;
-  Together all, some;  // __syncthreads, and the named barrier of the first 256 that come
+  Together all, some, pairs[14];  // __syncthreads, the named barrier of the first 256 that come, those of two warps
   int over = 0;
 };
 

@@ -1,0 +1,66 @@
+"""Device helpers: a chunk's tokens, its decays both ways round, and the numbers that walks read of it.
+
+What is needed both ways round is made so twice: nothing that came out of a product is transposed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ring_la.kernels.fenwick.device import chunk_row, rows_of, state_at
+
+SIZES = ("T", "R", "N")
+"""Kernel arguments that change from call to call: no kernel is compiled anew for them."""
+ROWS = tl.constexpr(8)
+"""Rows of numbers a chunk, one each for its tokens: 0 and 1 weigh what tokens write to the last S and M, 2 and 3 are a
+and b before a token, 4 and 5 behind it, and row 6 begins with those of the whole chunk: a, b and m."""
+
+
+@triton.jit
+def chunk(table, T, H: tl.constexpr, C: tl.constexpr):
+    """(row, batch row, head, tokens, which are there) of a program."""
+    row = tl.program_id(0)
+    place, _, end, _, _, _ = chunk_row(table, row)
+    token = place + tl.arange(0, C)
+    return row, tl.program_id(1) // H, tl.program_id(1) % H, token, token < end
+
+
+@triton.jit
+def number(p, b, token, h, T, live, H: tl.constexpr):
+    """A number of each token, in fp32."""
+    return tl.load(rows_of(p, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rates_at(p, b, row, h, R, H: tl.constexpr, C: tl.constexpr):
+    """A chunk's rows of numbers."""
+    return state_at(p, b, row, h, R, H, ROWS * C)
+
+
+@triton.jit
+def kept(g, c, t, EARLIER: tl.constexpr):
+    """``[t, s]``: what is left in S at t (EARLIER: before t) of what s added."""
+    if EARLIER:
+        return tl.exp(tl.where(t[:, None] > t[None, :], (c - g)[:, None] - c[None, :], float("-inf")))
+    return tl.exp(tl.where(t[:, None] >= t[None, :], c[:, None] - c[None, :], float("-inf")))
+
+
+@triton.jit
+def kept_turned(g, c, t, EARLIER: tl.constexpr):
+    """The same as ``[s, t]``."""
+    if EARLIER:
+        return tl.exp(tl.where(t[:, None] < t[None, :], (c - g)[None, :] - c[:, None], float("-inf")))
+    return tl.exp(tl.where(t[:, None] <= t[None, :], c[None, :] - c[:, None], float("-inf")))
+
+
+@triton.jit
+def last(x, t, C: tl.constexpr):
+    """The last number of a chunk."""
+    return tl.sum(tl.where(t == C - 1, x, 0.0), 0)
+
+
+@triton.jit
+def sum_from(x, t):
+    """Running sums from the end."""
+    return tl.sum(tl.where(t[:, None] <= t[None, :], x[None, :], 0.0), 1)

@@ -1,0 +1,122 @@
+"""Gradients, side by side when the walk back is done: of what reads states, and of what writes them.
+
+What gates get of them is a kernel's own (`gates`): both in one need more registers than there are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.kernels.fenwick.device import node_at, put, rows_of, tile
+from ring_la.kernels.momentum.device import SIZES, chunk, kept, kept_turned, last, number, rates_at
+from ring_la.kernels.momentum.launches import ROWS, ChunksCall, Given, Kept
+from ring_la.kernels.runtime.launch import launch
+
+
+@triton.jit(do_not_specialize=SIZES)
+def reads_kernel(
+    x, k, G, W, g, mu, beta, eta, table, rates, Ss, Ms, DX, sums, T, R, scale, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EARLIER: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of what reads S after its token (EARLIER: before it), and of the a and b that it reads it with, of the
+    gradient G of what is read, over the scale."""
+    row, b, h, token, live = chunk(table, T, H, C)
+    t = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    e = tl.arange(0, BV)
+    at = t + (2 * C if EARLIER else 4 * C)
+    said = rates_at(rates, b, row, h, R, H, C) + at
+    into = rates_at(sums, b, row, h, R, H, C) + at
+    asks = tile(rows_of(x, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
+    grad = tile(rows_of(G, b, token, h, T, H, H, V), live, e, V)
+    S = node_at(Ss, b, row, h, R, d, e, H, K, V)
+    y = tl.dot(grad, tl.trans(S), input_precision=PREC)
+    tl.store(into, tl.sum(asks * y, 1) * scale)
+    dx = y * tl.load(said)[:, None]
+    M = node_at(Ms, b, row, h, R, d, e, H, K, V)
+    y = tl.dot(grad, tl.trans(M), input_precision=PREC)
+    tl.store(into + C, tl.sum(asks * y, 1) * -scale)
+    dx -= y * tl.load(said + C)[:, None]
+    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
+    gate = number(g, b, token, h, T, live, H)
+    cm = tl.cumsum(number(mu, b, token, h, T, live, H), 0)
+    steps = kept(gate, tl.cumsum(gate, 0), t, EARLIER) * number(beta, b, token, h, T, live, H)[None, :]
+    gamma = tl.dot(steps, kept(cm, cm, t, False), input_precision=PREC)
+    gamma *= tl.dot(grad, tl.trans(w), input_precision=PREC) * number(eta, b, token, h, T, live, H)[None, :]
+    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)
+    dx -= tl.dot(gamma.to(keys.dtype), keys, input_precision=PREC)
+    put(rows_of(DX, b, token, h, T, H, H, K), dx * scale, live, d, K)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def writes_kernel(
+    q, k, p, do, DV, W, g, mu, beta, eta, table, dSs, dMs, DK, deta, sums, T, R, scale, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dk and deta of one chunk, and the gradients of what its tokens weigh in the last S and M, times the weights of
+    M."""
+    row, b, h, token, live = chunk(table, T, H, C)
+    t = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    e = tl.arange(0, BV)
+    gate = number(g, b, token, h, T, live, H)
+    c = tl.cumsum(gate, 0)
+    cm = tl.cumsum(number(mu, b, token, h, T, live, H), 0)
+    rate = number(beta, b, token, h, T, live, H)
+    step = number(eta, b, token, h, T, live, H)
+    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
+    turned = kept_turned(cm, cm, t, False)
+    met = tl.dot(w, tl.trans(tile(rows_of(do, b, token, h, T, H, H, V), live, e, V)), input_precision=PREC)
+    met *= tl.dot(turned, kept_turned(gate, c, t, False) * rate[:, None], input_precision=PREC) * -scale
+    asks = tile(rows_of(q, b, token, h, T, H, H, K), live, d, K)
+    dk = tl.dot(met.to(asks.dtype), asks, input_precision=PREC)
+    met = tl.dot(w, tl.trans(tile(rows_of(DV, b, token, h, T, H, H, V), live, e, V)), input_precision=PREC)
+    met *= tl.dot(turned, kept_turned(gate, c, t, True) * rate[:, None], input_precision=PREC)
+    asks = tile(rows_of(p, b, token, h, T, H, H, K), live, d, K)
+    dk += tl.dot(met.to(asks.dtype), asks, input_precision=PREC)
+    tl.debug_barrier()  # what follows is not begun before: registers are full
+    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
+    into = rates_at(sums, b, row, h, R, H, C) + t
+    y = tl.dot(w, tl.trans(node_at(dSs, b, row, h, R, d, e, H, K, V)), input_precision=PREC)
+    tl.store(into, tl.sum(keys * y, 1) * -step)
+    ended = tl.exp(last(c, t, C) - c) * rate
+    dk -= y * tl.sum(ended[:, None] * kept(cm, cm, t, False), 0)[:, None]
+    y = tl.dot(w, tl.trans(node_at(dMs, b, row, h, R, d, e, H, K, V)), input_precision=PREC)
+    to_M = tl.exp(last(cm, t, C) - cm)
+    tl.store(into + C, tl.sum(keys * y, 1) * step * to_M)
+    dk += y * to_M[:, None]
+    put(rows_of(DK, b, token, h, T, H, H, K), dk * step[:, None], live, d, K)
+    tl.store(rows_of(deta, b, token, h, T, H, H, 1), tl.sum(dk * keys, 1), live)
+
+
+def reads(
+    call: ChunksCall, x: Given, kept: Kept, do: Tensor, dv: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq and dp; those of a and b go into `sums`, where the rates are."""
+    dq, dp = call.tokens(call.K), call.tokens(call.K)
+    for asks, grad, into, scale in ((x.q, do, dq, call.scale), (x.p, dv, dp, -1.0)):
+        launch(
+            reads_kernel, (call.R, call.B * call.H), asks, x.k, grad, kept.w, x.g, x.mu, x.beta, x.eta, call.table,
+            kept.rates, kept.S, kept.M, into, sums, call.T, call.R, scale, EARLIER=into is dp, **call.chunks,
+            num_stages=1,
+        )  # fmt: skip
+    return dq, dp
+
+
+def writes(
+    call: ChunksCall, x: Given, kept: Kept, do: Tensor, dv: Tensor, behind: tuple[Tensor, Tensor], sums: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dk, and deta in fp32. behind: gradients of S and M behind chunks."""
+    dk, deta = call.tokens(call.K), x.eta.new_empty(x.eta.shape, dtype=call.wide)
+    launch(
+        writes_kernel, (call.R, call.B * call.H), x.q, x.k, x.p, do, dv, kept.w, x.g, x.mu, x.beta, x.eta, call.table,
+        *behind, dk, deta, sums, call.T, call.R, call.scale, **call.chunks, num_stages=1,
+    )  # fmt: skip
+    return dk, deta
+
+
+def room(call: ChunksCall) -> Tensor:
+    """Room for `sums`."""
+    return call.nodes(ROWS, call.constants["C"], dtype=call.wide)
