@@ -23,6 +23,7 @@ import torch
 from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
+from ring_la.kernels.scalar_decay import attend
 from ring_la.kernels.spans import table
 from ring_la.kernels.wy import one_launch
 
@@ -96,18 +97,29 @@ def rwkv7(forgets: bool) -> Question:
 
 
 def mamba2(skips: bool) -> Question:
-    """Mamba-2 as it is, by pairs of heads with Δ in the recurrence's kernels; with fewer instructions a pair; with the
-    skip inside, too; and as it was, a head a program and Δ x made before."""
-    case, lean, skip = CASES["mamba2"], (table, "LEAN", True), (discretise, "SKIP_INSIDE", True)
+    """Mamba-2 by pairs of heads with its step in the recurrence's kernels, which is today's; and a head a program, Δ x
+    made before."""
+    case, skip = CASES["mamba2"], (discretise, "SKIP_INSIDE", True)
     was = (table, "PAIRED", False), (discretise, "STEP_INSIDE", False)
 
     def draw(shape: Shape, device: str) -> Inputs:
         x = inputs(case, shape, device)
         return x | ({"D": torch.linspace(0.5, 1.5, shape.H, device=device).requires_grad_()} if skips else {})
 
-    arms = Arm("was", case.ours, was), Arm("today", case.ours), Arm("lean", case.ours, (lean, skip))
+    arms = Arm("today", case.ours), Arm("skip", case.ours, (skip,)), Arm("heads", case.ours, was)
+    arms = arms if skips else arms[::2]
     shapes = "1x32768x80x128x64", "1x4096x80x128x64", "8x4096x16x128x64"
     return Question(draw, case.truth, arms, shapes[:1] if skips else shapes)
+
+
+def mamba2_passes() -> Question:
+    """Its passes over spans by twice as many spans, and the pass of o with twice the warps."""
+    case = CASES["mamba2"]
+    slots = (table, "SLOTS", table.SLOTS | {128: 528})
+    warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
+    changes = {"today": (), "spans": (slots,), "warps": (warps,), "both": (slots, warps)}
+    arms = tuple([Arm(name, case.ours, change) for name, change in changes.items()])
+    return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
 
 
 QUESTIONS = {
@@ -117,6 +129,7 @@ QUESTIONS = {
     "rwkv7_slow": rwkv7(forgets=False),
     "mamba2": mamba2(skips=False),
     "mamba2_skip": mamba2(skips=True),
+    "mamba2_passes": mamba2_passes(),
 }
 
 
