@@ -71,7 +71,7 @@ BITS = ["gdn", "kda", "mamba2", "lightning", "attention"]
 
 
 class StandIn:
-    """A captured step in its looks: its surroundings are noted at the first call, and must be the same at each other."""
+    """A captured step in its looks: its surroundings are noted at the first call, and are to be so at each other."""
 
     graphs = 0
 
