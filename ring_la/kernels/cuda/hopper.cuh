@@ -193,6 +193,9 @@ INLINE void wg_settled(float (&d)[16]) { asm volatile("" : F16(d)::"memory"); }
 INLINE void wg_settled(float (&d)[32]) { asm volatile("" : F32(d)::"memory"); }
 INLINE void wg_settled(float (&d)[16][4]) { asm volatile("" : F64(d)::"memory"); }
 INLINE void wg_settled(float (&d)[24][4]) { asm volatile("" : F96(d)::"memory"); }
+template <int N> INLINE void wg_wait_but() {  // for all but the last N groups
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 template <class Registers> INLINE void wg_wait(Registers& d) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   wg_settled(d);

@@ -2,7 +2,7 @@
 // (see weight.py, whose kernels do the same): [N, tokens] by [tokens, K] in tiles of 128 x 192.
 //
 // A program works through tiles. Four warps bring dy and x of a block after the other, and two groups of four have half
-// of a tile each: while one adds its block's product to its sum, the other one multiplies.
+// of a tile each, and take turns: while one adds its block's product to its sum, the other one multiplies.
 #include "hopper.cuh"
 
 #define BN 128
@@ -14,6 +14,7 @@
 #define SLOTS 5
 #define BEHIND 3                   // blocks on their way behind which one is known to be there
 #define BARS (SLOTS * SLOT)        // of each slot: full, empty
+#define TURN (BARS + SLOTS * 16)   // of each group: the other one's products are nearly done
 #define START 384.f                // C in units of above_y above_x
 #define LEAST 8.271806125530277e-25f  // 2^-80
 
@@ -113,14 +114,17 @@ INLINE void consume(const Args& a, u32 base, int group, int warp, int lane) {
     for (int i = 0; i < a.count; i++, step++) {
       const u32 slot = base + step % SLOTS * SLOT;
       bar_wait(base + BARS + step % SLOTS * 16, (step / SLOTS) & 1);
+      bar_wait(base + TURN + group * 8, (step + 1 + group) & 1);  // the first group's first turn has come
       wg_fence();
 #pragma unroll
       for (int c = 0; c < 4; c++) {  // 16 tokens
         const u64 y = descriptor(slot + group * GROUP + c * 16 * ROW, GROUP, 8 * ROW);
         const u64 x = descriptor(slot + OFF_X + c * 16 * ROW, GROUP, 8 * ROW);
         wgmma192<HALVES>(part, y, x, c > 0);
+        if (c > 1) wg_commit();
       }
-      wg_commit();
+      wg_wait_but<1>();
+      if (lane == 0) bar_arrive(base + TURN + (1 - group) * 8);
       wg_wait(part);
       if (lane == 0) bar_arrive(base + BARS + step % SLOTS * 16 + 8);
 #pragma unroll
@@ -147,6 +151,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) weight(const __grid_constan
       bar_init(base + BARS + i * 16, 128);
       bar_init(base + BARS + i * 16 + 8, 8);
     }
+    bar_init(base + TURN, 4);
+    bar_init(base + TURN + 8, 4);
     bars_ready();
   }
   __syncthreads();

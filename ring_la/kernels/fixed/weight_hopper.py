@@ -13,7 +13,7 @@ from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.spans.table import cdiv
 
 TILE = 128, 192
-SHARED = 5 * 40960 + 5 * 16 + 1024
+SHARED = 5 * 40960 + 5 * 16 + 16 + 1024
 
 
 @functools.cache

@@ -210,6 +210,7 @@ template <int N, bool along_n, bool FP16 = false> INLINE void wide(float* d, con
 INLINE void wg_fence() {}
 INLINE void wg_commit() {}
 template <class Registers> INLINE void wg_settled(Registers&) {}
+template <int N> INLINE void wg_wait_but() {}
 template <class Registers> INLINE void wg_wait(Registers&) {}
 INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) { wide<16, false>(d, a, 0, b, more); }
 template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) { wide<32, false, FP16>(d, a, 0, b, more); }
