@@ -39,16 +39,18 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(transposed, N):
     assert (whole.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-@pytest.mark.parametrize("odd", ["nothing", "numbers of rows", "places of rows"])
+@pytest.mark.parametrize("odd", ["nothing", "numbers of rows", "places of rows", "few rows"])
 def test_a_library_is_asked_for_what_it_does_alike(odd, monkeypatch):
-    """A library that computes other numbers of rows otherwise is called with the fixed number alone; one that computes
-    rows by their places is not called."""
+    """A library that computes some numbers of rows otherwise is called with others; one that computes rows by their
+    places, or few rows otherwise than many, is not called."""
     of, sizes = library._call, []
 
     def called(x, w, bias, transposed):
         sizes.append(len(x))
         y = of(x.float(), w.float(), None if bias is None else bias.float(), transposed)
-        if odd == "numbers of rows" and len(x) not in (library.ROWS, library.LARGE[1]):
+        if odd == "numbers of rows" and len(x) not in (library.ROWS, *library.LARGE):
+            y = y * (1 + 2**-6)
+        if odd == "few rows" and len(x) <= library.ROWS:
             y = y * (1 + 2**-6)
         if odd == "places of rows":
             y = y * (1 + torch.arange(len(x))[:, None] % 2 * 2**-6)
@@ -58,7 +60,7 @@ def test_a_library_is_asked_for_what_it_does_alike(odd, monkeypatch):
     monkeypatch.setattr(library, "_found", {})
     x, w, bias = bf16(3000, 128), bf16(136, 128, seed=1), bf16(136, seed=2)
     whole = library.library_product(x, w, bias, True)
-    if odd == "places of rows":
+    if odd in ("places of rows", "few rows"):
         assert whole is None
         return
     sizes.clear()
