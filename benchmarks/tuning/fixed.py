@@ -26,15 +26,14 @@ WEIGHTS = [
     dict(num_stages=4),
     dict(num_stages=3, maxnreg=168),
     dict(num_stages=4, maxnreg=168),
+    dict(maxnreg=168),
+    dict(num_stages=6, maxnreg=168),
     dict(BN=128, BK=64, num_stages=3),
     dict(BN=128, BK=128, num_warps=8, num_stages=3),
     dict(BN=128, BK=128, num_warps=8, num_stages=4),
     dict(BN=64, BK=256, num_warps=8, num_stages=3),
     dict(BN=64, BK=64, num_stages=4),
 ]
-
-
-QUICK = [dict(), dict(maxnreg=168), dict(num_stages=6, maxnreg=168)]
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -59,9 +58,7 @@ def row(name: str, calls: list[Callable[[], Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--quick", action="store_true", help="dW alone, by few settings")
-    options = parser.parse_args()
-    device, T = torch.device("cuda"), options.tokens
+    device, T = torch.device("cuda"), parser.parse_args().tokens
     print("N, K:", SHAPES)
     w = {(N, K): torch.randn(N, K, device=device).bfloat16() for N, K in SHAPES}
     x = {n: torch.randn(T, n, device=device).bfloat16() for n in {m for shape in SHAPES for m in shape}}
@@ -98,7 +95,7 @@ def main() -> None:
     for kind, found in library._found.items():
         print(f"  {kind.N} x {kind.K}, transposed {kind.transposed}: {found}", flush=True)
     product.BY_LIBRARY = False
-    for more in () if options.quick else PRODUCTS:
+    for more in PRODUCTS:
         product.launch = changed(more)
         row(f"x W {more}", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
         row(f"dy W {more}", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
@@ -107,12 +104,7 @@ def main() -> None:
         found, behind = norms[s]
         return weight.block_sums(x[s[0]], x[s[1]], blocks, found, found[behind:], torch.bfloat16)
 
-    before = [sums(s) for s in SHAPES]
-    weight.BY_CUDA = True
-    row("dW in CUDA C++", [lambda s=s: sums(s) for s in SHAPES])
-    print("  the bits of Triton's kernel:", [torch.equal(sums(s), b) for s, b in zip(SHAPES, before)], flush=True)
-    weight.BY_CUDA = False
-    for more in QUICK if options.quick else WEIGHTS:
+    for more in WEIGHTS:
         weight.launch = changed(more)
         row(f"dW {more}", [lambda s=s: sums(s) for s in SHAPES])
 
