@@ -108,17 +108,12 @@ def main() -> None:
     parser.add_argument("--config", help="of examples/configs, in place of --dim")
     parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
     parser.add_argument("--by-block", action="store_true", help="a launch a block, on GPUs too")
-    parser.add_argument("--weights", choices=("triton", "cuda"), help="what makes dW of full blocks")
     parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph")
     parser.add_argument("--each", action="store_true", help="the digest of each gradient, too")
     parser.add_argument("--profile", action="store_true", help="what a step spends on kernels")
     parser.add_argument("--layers", type=int, help="the first so many of them")
     args = parser.parse_args()
     switch.ON_GPUS = not args.by_block
-    if args.weights is not None:
-        from ring_la.kernels.fixed import weight  # needs Triton
-
-        weight.BY_CUDA = args.weights == "cuda"
     if "RANK" in os.environ:
         dist.init_process_group()
         if torch.cuda.is_available():

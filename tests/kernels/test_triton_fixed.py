@@ -3,8 +3,6 @@ orders and cut elsewhere. On GPUs: tests/gpu/test_same_bits.py."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -39,16 +37,18 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(transposed, N):
     assert (whole.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-@pytest.mark.parametrize("odd", ["nothing", "numbers of rows", "places of rows"])
+@pytest.mark.parametrize("odd", ["nothing", "numbers of rows", "places of rows", "few rows"])
 def test_a_library_is_asked_for_what_it_does_alike(odd, monkeypatch):
-    """A library that computes other numbers of rows otherwise is called with the fixed number alone; one that computes
-    rows by their places is not called."""
+    """A library that computes some numbers of rows otherwise is called with others; one that computes rows by their
+    places, or few rows otherwise than many, is not called."""
     of, sizes = library._call, []
 
     def called(x, w, bias, transposed):
         sizes.append(len(x))
         y = of(x.float(), w.float(), None if bias is None else bias.float(), transposed)
-        if odd == "numbers of rows" and len(x) not in (library.ROWS, library.LARGE[1]):
+        if odd == "numbers of rows" and len(x) not in (library.ROWS, *library.LARGE):
+            y = y * (1 + 2**-6)
+        if odd == "few rows" and len(x) <= library.ROWS:
             y = y * (1 + 2**-6)
         if odd == "places of rows":
             y = y * (1 + torch.arange(len(x))[:, None] % 2 * 2**-6)
@@ -58,7 +58,7 @@ def test_a_library_is_asked_for_what_it_does_alike(odd, monkeypatch):
     monkeypatch.setattr(library, "_found", {})
     x, w, bias = bf16(3000, 128), bf16(136, 128, seed=1), bf16(136, seed=2)
     whole = library.library_product(x, w, bias, True)
-    if odd == "places of rows":
+    if odd in ("places of rows", "few rows"):
         assert whole is None
         return
     sizes.clear()
@@ -104,40 +104,6 @@ def test_as_many_blocks_as_go_together_do_not_overflow():
     got = block_sums(x, x, BlockPlaces(places, places[:0]), found, found[behind:], torch.float32)
     exact = x.double().T @ x.double()
     assert (got.double() - exact).abs().max() <= weight.GROUP * 2**-16
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs it itself")
-def test_blocks_products_in_one_launch_in_cuda(monkeypatch):
-    """`weight.cu` on a CPU: blocks in any order, in several launches and beside ragged ones have the same bits."""
-    from ring_la.kernels.fixed import weight_hopper
-    from tests.support.hopper import Emulated
-
-    dy, x = bf16(450, 136), bf16(450, 200, seed=1)
-    starts = torch.tensor([0, 64, 130, 194, 258, 322, 386], dtype=torch.int32)  # more than there are slots
-    places, short = torch.stack([starts, starts + 64], 1), torch.tensor([[128, 130]], dtype=torch.int32)
-    found, behind = largest_norms(dy, x, torch.cat([places, short]))
-
-    def sums(order, dtype=torch.float32):
-        return block_sums(dy, x, BlockPlaces(places[order].contiguous(), short), found, found[behind:], dtype)
-
-    by_triton = sums([0, 1, 2, 3, 4, 5, 6])
-    made = functools.cache(lambda *how, of=weight_hopper.kernel: Emulated(of(*how), seed=1))
-    for module, name, value in (
-        (weight_hopper, "kernel", made),
-        (weight_hopper, "programs", lambda device: 2),
-        (weight_hopper, "reason_against", lambda dy, x: ""),
-        (weight, "BY_CUDA", True),
-    ):
-        monkeypatch.setattr(module, name, value)
-    whole = sums([0, 1, 2, 3, 4, 5, 6])
-    monkeypatch.setattr(weight, "GROUP", 4)
-    assert torch.equal(sums([5, 6, 3, 1, 0, 4, 2]), whole)
-    assert torch.equal(sums([0, 1, 2, 3, 4, 6, 5], torch.float64).float(), whole)
-    assert torch.equal(sums([0, 2, 1, 3, 4, 5, 6], torch.bfloat16), whole.bfloat16())
-    grid = 2.0**-15 * found[:136, None].double() * 2 * found[behind:].double() * 2
-    assert ((whole - by_triton).abs() <= grid).all()
-    exact = dy.double().T @ x.double()
-    assert ((whole.double() - exact).abs() <= 8 * grid).all()
 
 
 def test_columns_add_in_any_order():

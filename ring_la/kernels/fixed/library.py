@@ -3,7 +3,8 @@
 cuBLAS chooses its kernel by the shape. The bits of a row are those it gives at one fixed shape, of ROWS rows; another
 number of rows is one call where that gives the same bits on numbers drawn at random, rows in another order, and cut
 into such calls, the last filled up with zeros, where it does not. A weight of which the place of a row matters even at
-the fixed shape is not for it. What is found is kept: a shape is checked once a process, at a few times its own cost.
+the fixed shape, or of which many rows have other bits (cuBLAS splits long sums of few rows), is not for it. What is
+found is kept: a shape is checked once a process, at a few times its own cost.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 from ring_la.errors import UnsupportedError
 
 ROWS = 512
-"""Of the fixed shape: from so many on cuBLAS splits no sum of the shapes it was tried on."""
+"""Of the fixed shape: few, as small numbers of rows are filled up to it, and enough for cuBLAS to split few sums."""
 LARGE = (8192, 2048)
-"""Rows of a call that are tried where the whole number does not do."""
+"""Rows of a call that are tried where the whole number does not do; the first must have the fixed shape's bits."""
 LEAST = 128
 """Columns and terms of a weight, at least: of smaller ones cuBLAS splits the sum."""
 
@@ -50,7 +51,7 @@ class Weight(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the check of a weight has found: whether rows are alike at the fixed shape, and of which other numbers."""
+    """What the check of a weight has found: whether it is for cuBLAS, and of which numbers rows are one call."""
 
     alike: bool
     rows: dict[int, bool]
@@ -73,7 +74,8 @@ def library_product(x: Tensor, w: Tensor, bias: Tensor | None, transposed: bool)
     if found is None:
         if _capturing(kind.device):
             raise UnsupportedError("capture", "a deterministic step that has run before", "a new weight", "Run it once")
-        found = _found[kind] = Found(_places_do_not_matter(kind), {})
+        found = Found(_places_do_not_matter(kind), {})
+        found = _found[kind] = found._replace(alike=found.alike and _one_call(kind, found, LARGE[0]))
     if not found.alike:
         return None
     rows = len(x)

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fixed import weight_hopper
 from ring_la.kernels.fixed.grid import power_above
 from ring_la.kernels.fixed.product import BY_DESCRIPTOR, unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
@@ -28,8 +27,6 @@ BLOCK, GROUP = 64, 128
 """Tokens of a block, and blocks that are added before the sum is read off."""
 TILE, WIDE = (64, 128), 128
 """Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor; columns of a program for norms."""
-BY_CUDA = False
-"""Whether `weight_hopper` makes sums over full blocks where it can."""
 DESCRIBED = 64, 128
 """Of dW where tiles come by descriptor."""
 START = 1.5 * 2**8
@@ -161,11 +158,9 @@ def block_sums(
     kept = dtype
     if len(of) > 1 and dtype not in (torch.float32, torch.float64):
         kept = torch.float32 if len(places) <= FEW else torch.float64
-    out, by_cuda = dy.new_empty(N, K, dtype=kept), BY_CUDA and not weight_hopper.reason_against(dy, x)
+    out = dy.new_empty(N, K, dtype=kept)
     for i, some in enumerate(of):
-        full = i * GROUP < len(places.full)
-        add = weight_hopper.add_blocks if full and by_cuda else _add_blocks
-        add(dy, x, some, norms_y, norms_x, out, i > 0, full)
+        _add_blocks(dy, x, some, norms_y, norms_x, out, i > 0, i * GROUP < len(places.full))
     return out if kept == dtype else out.to(torch.float32).to(dtype)
 
 
