@@ -97,13 +97,18 @@ def main() -> None:
         product.launch = changed(more)
         row(f"x W {more}", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
         row(f"dy W {more}", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
+
+    def sums(s: tuple[int, int]) -> torch.Tensor:
+        found, behind = norms[s]
+        return weight.block_sums(x[s[0]], x[s[1]], blocks, found, found[behind:], torch.bfloat16)
+
+    before = [sums(s) for s in SHAPES]
+    weight.BY_CUDA = True
+    row("dW in CUDA C++", [lambda s=s: sums(s) for s in SHAPES])
+    print("  the bits of Triton's kernel:", [torch.equal(sums(s), b) for s, b in zip(SHAPES, before)], flush=True)
+    weight.BY_CUDA = False
     for more in WEIGHTS:
         weight.launch = changed(more)
-
-        def sums(s: tuple[int, int]) -> torch.Tensor:
-            found, behind = norms[s]
-            return weight.block_sums(x[s[0]], x[s[1]], blocks, found, found[behind:], torch.bfloat16)
-
         row(f"dW {more}", [lambda s=s: sums(s) for s in SHAPES])
 
 

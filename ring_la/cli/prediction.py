@@ -25,6 +25,8 @@ HOST = 25e9
 PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
 gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
+LIBRARY = 2.7
+"""How much more of it Transformers' own operations move, in fp32 and unfused; from one profile of a mixture."""
 
 ROUTED = 3.5
 """Rows of a token's experts that exist at once in their backward pass, beside those that are kept: counted on CPUs
@@ -104,7 +106,7 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     tokens = setting.length / P
     model = cluster.model(P, rates) if P > 1 else None
     chain = Chain.of(Layout(setting.length, setting.layout, P, 0)) if P > 1 else None
-    compute = matmuls(setting, work.ends, tokens)
+    compute = ends(setting, tokens) + update(setting, gpus)
     exchange, attention, strategies = 0.0, 0.0, {}
     for block, times in Counter(work.blocks).items():
         own = local(setting, block, tokens)
@@ -134,11 +136,26 @@ def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
     return 2 * (3 if setting.backward else 1) * parameters * tokens / setting.rates.matmul
 
 
+def ends(setting: Setting, tokens: float) -> float:
+    """Seconds of logits and losses; Transformers' heads are computed again in the backward pass."""
+    again = 4 / 3 if setting.work.library and setting.backward else 1.0
+    return again * matmuls(setting, setting.work.head, tokens)
+
+
+def update(setting: Setting, gpus: int) -> float:
+    """Seconds of clipping and of the optimizer: weights are read and written, gradients too, and read twice more."""
+    if not setting.backward:
+        return 0.0
+    own = 4 if setting.parameters == "float32" else 2
+    moved = 6 * own + 2 * (setting.state_bytes - 2 * own)
+    return moved * setting.work.parameters / gpus / setting.rates.copy
+
+
 def local(setting: Setting, block: BlockWork, tokens: float) -> float:
     """Seconds of one block's own work on this rank's tokens."""
     rates, backward = setting.rates, setting.backward
     products = matmuls(setting, block.multiplied, tokens)
-    moved = block.saved * tokens / rates.copy
+    moved = block.saved * tokens / rates.copy * (LIBRARY if setting.work.library else 1)
     if block.recurrence:
         mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
         again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)

@@ -44,7 +44,7 @@ class OtherSide:
         if self.tokens is not None:
             return self.tokens.output(S0)
         local = self._with(None)
-        read = local.gradients(Backward(S0, self.inputs.q, gate=False), None).inputs.q
+        read = local.gradients(Backward(S0, self.inputs.q, gate=False, queries=True), None).inputs.q
         leaving = local.summary(S0, False, summary).leaving if self.final else None
         return Output(read.to(self.inputs.k.dtype), leaving)
 

@@ -117,12 +117,14 @@ class Backward(NamedTuple):
         do: the gradient of o.
         saved: `Output.saved`, or nothing.
         gate: whether anybody wants g's gradient, which may be left out otherwise.
+        queries: whether nobody wants any but that of q: all others may be left out then.
     """
 
     S0: Tensor | None
     do: Tensor
     saved: tuple[Tensor | None, ...] = ()
     gate: bool = True
+    queries: bool = False
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Replay:
         adjoint: Adjoint[Result] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        flags = backward.gate, adjoint and adjoint.found
+        flags = backward.gate, backward.queries, adjoint and adjoint.found
         *grads, dS0 = self._step(_gradients, self._tensors(backward, dS_end), flags, border)  # type: ignore[arg-type]
         return InputGradients(Inputs(*grads), dS0)
 
@@ -276,10 +276,10 @@ def _prepare_gradients(
 
 
 def _gradients(
-    real: Family, gate: bool, adjoint: Adjoint[Any] | None, dS_end: Tensor | None, S0: Tensor | None, do: Tensor,
-    *saved: Tensor | None, border: Border | None = None,
+    real: Family, gate: bool, queries: bool, adjoint: Adjoint[Any] | None, dS_end: Tensor | None, S0: Tensor | None,
+    do: Tensor, *saved: Tensor | None, border: Border | None = None,
 ) -> tuple[InputGradients, Sequence[Tensor | None]]:  # fmt: skip
-    made = real.gradients(Backward(S0, do, saved, gate), dS_end, adjoint, border)
+    made = real.gradients(Backward(S0, do, saved, gate, queries), dS_end, adjoint, border)
     return made, (*made.inputs, made.entering)
 
 

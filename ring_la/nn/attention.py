@@ -99,10 +99,9 @@ class Attention(KeyedLayer):
             return None
         self.check(x, state, LayerCall(None, None, True, True))
         flat = x[:, 0]
-        y = normed_products(flat, norm, linears)
-        width = sum(self.widths)
-        o = merge_heads(state.decode_turned(y[:, :width], self.rope_base, self.window))[:, 0]
-        o = o if self.gate_proj is None else _gated(y[:, width:], o)
+        qkv, *gate = normed_products(flat, norm, linears)
+        o = merge_heads(state.decode_turned(qkv, self.rope_base, self.window))[:, 0]
+        o = _gated(gate[0], o) if gate else o
         return added_product(flat, o, self.out_proj)[:, None]
 
     def _attend(

@@ -158,12 +158,11 @@ class GatedDeltaNet(DeltaLayer):
         if not (parts and chosen and plain_linear(x, *projections, self.out_proj)):
             return None
         S, tail = (state or LayerState())[:2]
-        if S is None or tail is None or not fits(x, tail, S):
+        if S is None or tail is None or not fits(x, S):
             return None
         self.check(x, state, LayerCall(None, None, True, True))
         flat = x[:, 0]
-        y = normed_products(flat, norm, projections)
-        qkv, b, a, z = y.split([m.weight.shape[0] for m in projections], 1)
+        qkv, b, a, z = normed_products(flat, norm, projections)
         weights = Weights(self.conv.weight, self.A_log, self.dt_bias, self.norm.weight)
         gates = dict(beta_max=self.beta_max, eps=self.norm.eps)
         o = gated_delta_token(qkv, b, a, z, weights, tail, S, self.num_heads, **gates)

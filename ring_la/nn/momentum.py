@@ -24,9 +24,9 @@ class MomentumDeltaNet(GatedDeltaNet):
         η = 1 + tanh(x W_η / √D),   r = η e^f,   β = r² / (1 + r²) sigmoid(x W_β),   g = −log(1 + r²) + g',
         μ = max(−e^{A'} softplus(x W_μ + dt'), −2)
 
-    with g' the decay of `GatedDeltaNet` and d, f, A' and dt' learned numbers of each head. In PyTorch; on a split
-    sequence ranks follow one another, a group of heads at a time. The state is ``[N, H, 2K, V]``, S above M. Arguments
-    as in `DeltaNet`.
+    with g' the decay of `GatedDeltaNet` and d, f, A' and dt' learned numbers of each head. On a split sequence
+    ranks follow one another, a group of heads at a time. The state is ``[N, H, 2K, V]``, S above M. Arguments as in
+    `DeltaNet`.
     """
 
     FASTEST = -2.0

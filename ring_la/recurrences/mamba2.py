@@ -33,8 +33,7 @@ def on_one_device(
 ) -> Recurrence:
     """`mamba2` without a layout: x may be what tokens bring, Δ what it is written times, and D what of it passes by."""
     _check_all(x, dt, A, D, dt_bias, dt_softplus)
-    apart = D is not None and D.dim() == 2
-    if apart or not isinstance(B, Tensor) or not step_inside(x, B):
+    if not isinstance(B, Tensor) or not step_inside(x, B, D):
         return _described(x, dt, A, B, C, D, dt_bias, dt_softplus)
     step, g = steps(dt, A, dt_bias, softplus=dt_softplus)
     skip = None if D is None else D.to(g.dtype).expand_as(g)

@@ -30,7 +30,8 @@ def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.o
     groups = list(parameters)
     given = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
     if kind == "adamw":
-        fused = {"fused": True} if all(p.is_cuda for p in given) and not {"fused", "foreach"} & set(options) else {}
+        said = bool({"fused", "foreach"} & set(options))
+        fused: dict[str, Any] = {"fused": True} if not said and all(p.is_cuda for p in given) else {}
         return torch.optim.AdamW(groups, **options, **fused)
     if kind not in STATES:
         raise ArgumentError("kind", f"'adamw' or one of {', '.join(STATES)}", repr(kind))

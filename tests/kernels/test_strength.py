@@ -17,7 +17,9 @@ from ring_la.kernels import Inputs, strength
 
 @pytest.fixture
 def inside(monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["ring_la.recurrences.mamba2"], "step_inside", lambda x, B: True)
+    monkeypatch.setattr(
+        sys.modules["ring_la.recurrences.mamba2"], "step_inside", lambda x, B, D: D is None or D.dim() == 1
+    )
     torch.manual_seed(0)
 
 

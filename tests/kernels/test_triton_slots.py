@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import ring_la
+from ring_la.algebra import Rule
 from ring_la.kernels import choice
+from ring_la.kernels.protocol import Backward, InputGradients, Inputs
 from tests.support.interpreter import compute_bf16, interpreted
 from tests.support.triton_cases import error
 
@@ -17,6 +19,7 @@ interpreted()
 compute_bf16()
 
 from ring_la.kernels import families  # noqa: E402
+from ring_la.kernels.replay import Replay  # noqa: E402
 
 T, H, K, M = 128, 2, 64, 64
 
@@ -53,3 +56,29 @@ def test_bf16_errs_as_a_loop(monkeypatch, backend):
     ours = results(lambda *x: ring_la.gated_slot_attention(*x, backend=backend).o, torch.bfloat16)
     found = {n: (error(a, t), error(b, t)) for n, a, b, t in zip(("o", "dq", "dk", "dv", "ds", "dg"), ours, loop, true)}
     assert all(mine <= 2 * budget for mine, budget in found.values()), found
+
+
+@pytest.mark.parametrize("cu", [None, (0, 40, 41, 150)])
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("write", ["additive", "delta"])
+def test_the_gradient_of_queries_alone(cu, replayed, write):
+    """What the other side of a state reads: the same as beside all other gradients, in the first call and the next."""
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    B, T, N = (2, 150, 1) if cu is None else (1, 150, 3)
+    q, k, g = draw(B, T, 2, 20), draw(B, T, 2, 20), -draw(B, T, 2, 20).abs() / 8
+    v, do, S0 = draw(B, T, 2, 36), draw(B, T, 2, 36), draw(B, N, 2, 20, 36)
+    offsets = None if cu is None else torch.tensor(cu)
+    beta = draw(B, T, 2).sigmoid() if write == "delta" else None
+    k = normalize(k, dim=-1)
+    make = Replay if replayed else families.recurrence
+
+    def gradient(queries: bool) -> InputGradients:
+        local = make(Rule(write, "diagonal"), Inputs(q, k, v, g, beta), offsets, 0.5)
+        return local.gradients(Backward(S0, do, queries=queries), None)
+
+    for _ in range(3 if replayed else 1):
+        alone, whole = gradient(True).inputs, gradient(False).inputs
+        torch.testing.assert_close(alone.q, whole.q)
+        assert alone.k is alone.v is alone.g is alone.beta is None
+        assert whole.k is not None

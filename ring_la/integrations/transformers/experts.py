@@ -97,12 +97,8 @@ class ExpertProducts:
 
     def _gated(self, h: Tensor) -> Tensor:
         e = self.experts
-        if type(e)._apply_gate.__name__ == "_default_apply_gate" and type(e.act_fn).__name__ in (
-            "SiLU",
-            "SiLUActivation",
-        ):
-            return swiglu(h)
-        return e._apply_gate(h)
+        usual, silu = type(e)._apply_gate.__name__ == "_default_apply_gate", ("SiLU", "SiLUActivation")
+        return swiglu(h) if usual and type(e.act_fn).__name__ in silu else e._apply_gate(h)
 
     def _linear(self, x: Tensor, sizes: Tensor, name: str) -> Tensor:
         weight = _local(getattr(self.experts, name)).to(x.dtype)

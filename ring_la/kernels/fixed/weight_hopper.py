@@ -30,10 +30,10 @@ def programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def reason_against(dy: Tensor, x: Tensor, dtype: torch.dtype) -> str:
-    """Why it cannot make a sum of this dtype, or an empty string: by widths, dtypes and device alone."""
-    if dtype not in (torch.float32, dy.dtype) or dy.element_size() != 2:
-        return f"{dtype} of {dy.dtype}"
+def reason_against(dy: Tensor, x: Tensor) -> str:
+    """Why it cannot take these, or an empty string: by widths, dtype and device alone."""
+    if dy.element_size() != 2:
+        return f"dtype {dy.dtype}"
     if dy.shape[1] % 8 or x.shape[1] % 8:
         return f"widths {dy.shape[1]} and {x.shape[1]}: rows on 16-byte boundaries"
     if not dy.is_cuda or torch.cuda.get_device_capability(dy.device)[0] != 9:
@@ -41,8 +41,17 @@ def reason_against(dy: Tensor, x: Tensor, dtype: torch.dtype) -> str:
     return cuda_kernel.unsupported()
 
 
-def add_blocks(dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, out: Tensor, add: bool) -> None:
-    """``Σ dyᵀ x [N, K]`` over full blocks at `places`, int32 ``[count, 2]``, into `out`, or added to it (fp32)."""
+def add_blocks(
+    dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, out: Tensor, add: bool, full: bool = True
+) -> None:
+    """``Σ dyᵀ x [N, K]`` over full blocks at `places`, int32 ``[count, 2]``, into `out`, or added to it (fp32, fp64);
+    see `weight.block_sums`."""
+    assert full
+    if out.dtype == torch.float64:
+        part = torch.empty_like(out, dtype=torch.float32)
+        add_blocks(dy, x, places, norms_y, norms_x, part, False)
+        out.add_(part) if add else out.copy_(part)
+        return
     N, K, here = dy.shape[1], x.shape[1], programs(dy.device)
     grid = min(here, cdiv(N, TILE[0]) * cdiv(K, TILE[1]))
     run = kernel(dy.dtype, out.dtype == torch.float32, add)

@@ -56,7 +56,8 @@ class _Chunks(torch.autograd.Function):
         *tokens, S, M, cu, scale = given
         x = Given(*(aligned(t) for t in tokens))
         S, M = (None if t is None else aligned(t.float()) for t in (S, M))
-        call = ChunksCall(*x.q.shape, x.v.shape[3], cu, scale, x.q.dtype, x.q.device)
+        (B, T, H, K), V = x.q.shape, x.v.shape[3]
+        call = ChunksCall(B, T, H, K, V, cu, scale, x.q.dtype, x.q.device)
         inverse, rates, parts = before_forwards(call, x)
         w, before, ends = forwards(call, x.k, parts, rates, S, M)
         kept = Kept(inverse, rates, w, *before)

@@ -158,14 +158,14 @@ def gradient_kernel(
     q, k, a, v, F, G, low_, do, u, dv, states, adjoints, dq_, dk_, da_, dg_, dbeta_, table, T, NC, scale,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, LEVELLED: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
+    QUERIES: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BK key channels a step, a decay each. dq, dk per value head; dβ [B, T, H]. ERASE: what reads the state
     is a [B, T, H, K], and takes the read part of dk.
 
     `states` and `adjoints` hold S and dS of every chunk, [V, K]. LEVELLED takes the chunks that need levels, otherwise
     those that do not. Squares are found both ways round, since accumulators must not be transposed. dg leaves out pairs
-    of a token with itself, where they cancel.
+    of a token with itself, where they cancel. QUERIES: dq alone; what only the others need the compiler leaves out.
     """
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
@@ -235,40 +235,45 @@ def gradient_kernel(
             )
         dq += own * y.to(tl.float32)
         dw += own * x.to(tl.float32)
-        if DELTA:
+        if DELTA and not QUERIES:
             dbe -= tl.sum(ya.to(tl.float32) * dread, 1)
             if ERASE:
                 put(head(da_, b, start, h, T, H, H, K), -(dread * of), t, n, d, H * K, K)
             else:
                 dw -= dread * of
         put(head(dq_, b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
-        put(head(dk_, b, start, h, T, H, H, K), dw, t, n, d, H * K, K)
-        dg = tl.cumsum(dG, 0, reverse=True) + (edge + inside)[None, :]  # in fp32: most of it may cancel
-        put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)
-    if DELTA:
+        if not QUERIES:
+            put(head(dk_, b, start, h, T, H, H, K), dw, t, n, d, H * K, K)
+            dg = tl.cumsum(dG, 0, reverse=True) + (edge + inside)[None, :]  # in fp32: most of it may cancel
+            put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)
+    if DELTA and not QUERIES:
         tl.store(head(dbeta_, b, start, h, T, H, H, 1) + t * H, dbe / divisor(be, dt), t < n)
 
 
 def diagonal_gradients(
-    plan: SpanPlan, inputs: Inputs, products: ChunkProducts, do: Tensor, chunks: ChunkStates, back: ChunkAdjoints
+    plan: SpanPlan, inputs: Inputs, products: ChunkProducts, do: Tensor, chunks: ChunkStates, back: ChunkAdjoints | None
 ) -> Inputs:
-    """The gradients of every chunk's inputs, all chunks at once: those of one reference, then those of levels."""
+    """The gradients of every chunk's inputs, all chunks at once: those of one reference, then those of levels. back:
+    None: that of q alone (not of a rule that erases)."""
     (B, T, H, HK, K, V), how, x = plan.sizes, plan.pick(GRADIENT_DIAGONAL), products.saved
     delta, full = plan.rule.write != "additive", plan.dtype == torch.float32
-    da = plan.tokens(K) if plan.rule.write == "erase" else None
+    da = plan.tokens(K) if plan.rule.write == "erase" and back is not None else None
     q, k, v = inputs.qkv
-    dq, dk, dg = plan.new(B, T, H, K, dtype=q.dtype), plan.tokens(K), torch.empty_like(inputs.g)
-    dbeta = plan.new(B, T, H) if delta else None
+    dq = plan.new(B, T, H, K, dtype=q.dtype)
+    dk, dg = (None, None) if back is None else (plan.tokens(K), torch.empty_like(inputs.g))
+    dr, adjoints = (chunks.u, chunks.states) if back is None else (back.dr, back.adjoints)  # or read, but for nothing
+    dbeta = plan.new(B, T, H) if delta and back is not None else None
     for levelled in (False, True):
         launch(
             gradient_kernel, (plan.chunk_count, plan.rows),
             *filled(
-                q, k, inputs.a, v, x.factors, x.running, x.low, do, chunks.u, back.dr, chunks.states, back.adjoints,
+                q, k, inputs.a, v, x.factors, x.running, x.low, do, chunks.u, dr, chunks.states, adjoints,
                 dq, dk, da, dg, dbeta,
             ),
             plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K, V=V,
             BK=max(32, min(how.block, width(K))), BV=min(64, width(V)) if full else width(V), C=plan.chunk,
-            LEVELS=level_count(plan), LEVELLED=levelled, DELTA=delta, ERASE=da is not None, PREC=plan.precision,
-            VARLEN=plan.packed, **how.options,
+            LEVELS=level_count(plan), LEVELLED=levelled, DELTA=delta, ERASE=da is not None,
+            QUERIES=back is None, PREC=plan.precision, VARLEN=plan.packed, **how.options,
         )  # fmt: skip
-    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, dbeta, da)
+    dv = None if back is None else value_gradient(plan, inputs, back.dr)
+    return Inputs(dq, dk, dv, dg, dbeta, da)

@@ -103,6 +103,8 @@ class WYRecurrence:
         border: Border | None = None,
     ) -> InputGradients:
         plan, saved, dS_end = self.plan, WYSaved.of(backward.saved), self.plan.state(dS_end)
+        if backward.queries and plan.rule.decay == "diagonal" and plan.rule.write in ("additive", "delta"):
+            return self._queries(backward)
         if border is not None:
             found = self._maps_back(backward, True)
             beside = border.beside if saved.states is None else None  # `_prepared` has something to do
@@ -160,6 +162,14 @@ class WYRecurrence:
                 maps = maps_of_spans(plan, found.products, v, all)
             entering = enter(plan, maps, S0).entering
         return states_before_chunks(plan, found.products, v, S0 if entering is None else entering)
+
+    def _queries(self, backward: Backward) -> InputGradients:
+        """The gradient of q alone, which needs no gradient of a state."""
+        plan, do = self.plan, self.plan.cotangent(backward.do)
+        products = self._products(WYSaved.of(backward.saved).products, bounded=False)
+        states = self._prepared(backward, WYMaps(products, None))
+        grads = diagonal_gradients(plan, self.inputs, products, do, states, None)
+        return InputGradients(plan.as_given(self.given, grads), None)
 
     def _rest(
         self, backward: Backward, products: ChunkProducts, states: ChunkStates, entered: Entered
