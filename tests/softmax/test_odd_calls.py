@@ -123,9 +123,9 @@ def test_values_of_a_choice_are_refused_where_they_are_looked_at(ranks):
 
 def test_no_tokens_are_refused_by_name_and_no_rows_are_not():
     empty = calls(0)["nsa"]
-    with pytest.raises(ring_la.ArgumentError, match="^q: "):
+    with pytest.raises(ring_la.ArgumentError, match=r"^q: "):
         run("nsa", empty)
-    with pytest.raises(ring_la.ArgumentError, match="^q: "):
+    with pytest.raises(ring_la.ArgumentError, match=r"^q: "):
         ring_la.indexers.block_index(empty["q"], empty["k"], 2, 2)
     assert run("nsa", calls(rows=0)["nsa"]).o.shape == (0, T, H, V)
 
