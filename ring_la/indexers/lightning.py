@@ -219,7 +219,13 @@ _loss.register_autograd(_times, setup_context=_keep)
 def _with_gradients(
     q: Tensor, k: Tensor, w: Tensor, chosen: Tensor, attention_q: Tensor, attention_k: Tensor, scale: float, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """L and its gradients for q, k and w: each strip of queries gathers its keys once."""
+    """L and its gradients for q, k and w: by a kernel, or each strip of queries gathers its keys once."""
+    if q.is_cuda and triton_installed() and not torch.are_deterministic_algorithms_enabled():
+        from . import loss_kernel  # needs Triton
+
+        if loss_kernel.takes(q, k, attention_q, attention_k):
+            where = rows.tokens, rows.starts
+            return loss_kernel.with_gradients(q, k, w, chosen, attention_q, attention_k, scale, where)
     wide = torch.promote_types(q.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=q.device)
     dq, dk, dw = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, w))  # dense: k was gathered

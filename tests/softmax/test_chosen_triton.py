@@ -73,3 +73,23 @@ def test_the_best_scores_are_those_of_a_sort(kind, topk, monkeypatch):
         lists.write(places[:, 2:5], scores[:, 2:5])
         assert torch.equal(places[:, 2:5], order.int())
         assert torch.equal(scores[:, 2:5], want)
+
+
+@pytest.mark.parametrize(("H", "A", "heads"), [(3, 20, 5), (16, 300, 4)])
+def test_the_loss_of_an_indexer_is_that_of_pytorch(H, A, heads):
+    """L and its gradients beside fp64 of the same 16-bit numbers; attention's keys in one part and in two."""
+    from ring_la.indexers import lightning, loss_kernel
+    from ring_la.indexers.chosen import Rows
+
+    rng, T, S, D = torch.Generator().manual_seed(0), 24, 37, 12
+    shapes = ((T, heads, D), (T, D), (T, heads), (T, H, A), (T, 1, A))
+    q, k, w, aq, ak = (torch.randn(2, *shape, generator=rng).half() for shape in shapes)
+    rows = Rows(T, None, torch.tensor([0, 9, 10, T]), torch.device("cpu"))
+    chosen = torch.stack([torch.randperm(T, generator=rng) for _ in range(2 * T)]).view(2, T, T)
+    chosen = torch.nn.functional.pad(chosen, (5, S - T - 5), value=-1).int()
+    assert loss_kernel.takes(q, k, aq, ak)
+    got = loss_kernel.with_gradients(q, k, w.float(), chosen, aq, ak, A**-0.5, (rows.tokens, rows.starts))
+    wide = (x.double() for x in (q, k, w))
+    want = lightning._with_gradients(*wide, chosen, aq.double(), ak.double(), A**-0.5, rows)
+    errors = [error(a.double(), b) for a, b in zip(got, want)]
+    assert max(errors) < 1e-3, errors
