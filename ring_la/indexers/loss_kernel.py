@@ -1,7 +1,8 @@
 """The lightning indexer's loss and its gradients in one kernel, a program a query, which goes through its chosen keys
 twice: first for the denominators of attention's and of the index's softmax, then for the loss and the gradients.
 
-Nothing that is gathered is written down. Gradients of index keys are summed by atomics, in an order that varies.
+Nothing that is gathered is written down. Gradients of index keys are summed by atomics, in an order that varies. Right
+in Triton's interpreter; it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -13,13 +14,10 @@ from torch import Tensor
 
 from ..kernels.runtime.launch import launch
 from ..softmax.merging.parts import dense
+from .chosen import Rows
 
-WIDEST = 512, 64
-"""Columns of attention's keys: so many, and so many behind them."""
-MOST = 64
-"""Heads of attention and of the index."""
-CHANNELS = 128
-"""Of an index key."""
+WIDEST = 512
+"""Columns of attention's keys in one piece; of latents the rotary part is another."""
 TILE = dict(BN=32, num_warps=4, num_stages=3)
 """Of up to 16 heads: with the keys of the next tile under way a multiprocessor has room for two programs."""
 MANY = dict(BN=32, num_warps=8, num_stages=1)
@@ -102,28 +100,19 @@ def loss_and_gradients(
     tl.store(into, dq, mask=(i < heads)[:, None] & (d < width)[None, :])
 
 
-def takes(q: Tensor, k: Tensor, attention_q: Tensor, attention_k: Tensor) -> bool:
-    """Whether the kernel has such numbers and sizes: 16 bits, and one head of attention's keys."""
-    half = all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, k, attention_q, attention_k))
-    fits = max(q.shape[2], attention_q.shape[2]) <= MOST and q.shape[3] <= CHANNELS
-    return half and fits and attention_k.shape[2] == 1 and attention_k.shape[3] <= sum(WIDEST)
-
-
 def with_gradients(
-    q: Tensor, k: Tensor, w: Tensor, chosen: Tensor, attention_q: Tensor, attention_k: Tensor, scale: float,
-    where: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """L and its gradients for q, k and w. ``chosen [B, T, S]``; `where`: the place of each query and of the first token
-    of its document, int64 ``[T]``."""
+    q: Tensor, k: Tensor, w: Tensor, chosen: Tensor, attention_q: Tensor, attention_k: Tensor, scale: float, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """L and its gradients for q, k and w. ``chosen [B, T, S]``."""
     q, k, attention_q, attention_k, chosen = (dense(x) for x in (q, k, attention_q, attention_k, chosen))
     (B, T, heads, D), (H, A), S = q.shape, attention_q.shape[2:], chosen.shape[2]
     loss, dw = q.new_empty(B, T, dtype=torch.float32), q.new_empty(B, T, heads, dtype=torch.float32)
     dq, dk = q.new_empty(q.shape, dtype=torch.float32), k.new_zeros(k.shape, dtype=torch.float32)
-    body = A if A <= 256 else min(A, WIDEST[0])
+    body = A if A <= 256 else min(A, WIDEST)
     ak = attention_k[:, :, 0]
     if loss.numel():
         launch(
-            loss_and_gradients, (T, B), q, k, w, attention_q, ak, chosen, *(x.contiguous() for x in where),
+            loss_and_gradients, (T, B), q, k, w, attention_q, ak, chosen, rows.tokens, rows.starts,
             loss, dq, dk, dw, float(scale), S, T, heads, D, H, *q.stride()[:3], *k.stride()[:2], *w.stride(),
             *attention_q.stride()[:3], *ak.stride()[:2], *chosen.stride()[:2], dk.stride(0),
             KW=body, RW=A - body, BH=_padded(H), BK=_padded(body), BR=_padded(A - body), BI=_padded(heads),
