@@ -7,6 +7,8 @@ in Triton's interpreter; it has not run on a GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +20,9 @@ from .chosen import Rows
 
 WIDEST = 512
 """Columns of attention's keys in one piece; of latents the rotary part is another."""
-TILE = dict(BN=32, num_warps=4, num_stages=3)
+TILE: dict[str, Any] = dict(BN=32, num_warps=4, num_stages=3)
 """Of up to 16 heads: with the keys of the next tile under way a multiprocessor has room for two programs."""
-MANY = dict(BN=32, num_warps=8, num_stages=1)
+MANY: dict[str, Any] = dict(BN=32, num_warps=8, num_stages=1)
 """Of more."""
 NOTHING = tl.constexpr(-1e30)
 """A hidden score: finite, so that differences of two are."""
