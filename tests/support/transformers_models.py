@@ -50,6 +50,20 @@ INDEXED: dict[str, Case] = {
         index_topk_blocks=3,
     ),
     "axk2": case("AXK2ForCausalLM", n_routed_experts=4, **DSA, **EXPERTS),
+    "mistral_large4": case(
+        "MistralLarge4ForConditionalGeneration",
+        skip=tuple(SMALL),
+        text_config={n: x for n, x in (SMALL | DSA | EXPERTS).items() if n != "q_lora_rank"}
+        | dict(
+            num_hidden_layers=4,
+            n_routed_experts=4,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+            no_rope_layers=[1, 0, 1, 0],
+            kv_source_layers=[0, 1, 0, 1],
+            indexer_types=["full", "full", "shared", "full"],
+        ),
+        vision_config=dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16),
+    ),
 }
 CASES: dict[str, Case] = SOFTMAX | RECURRENT | INDEXED
 
