@@ -2,12 +2,11 @@
 
 python -m benchmarks.same_bits --tokens 2048 --dim 256
 torchrun --nproc-per-node 2 -m benchmarks.same_bits
-torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --at-once --profile
-torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --at-once --captured
+torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --profile
+torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --captured
 
 The digest is that of the loss and of all gradients of a step: runs with other numbers of ranks print the same one, of
-deterministic steps. `--config` is one of examples/configs, in bf16. `--at-once`: all blocks of a rank in one launch,
-which is asked for here as long as it is not the way on GPUs. `--profile`: the dearest kernels of one more step.
+deterministic steps. `--config` is one of examples/configs, in bf16. `--profile`: the dearest kernels of one more step.
 """
 
 from __future__ import annotations
@@ -108,13 +107,18 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--config", help="of examples/configs, in place of --dim")
     parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
-    parser.add_argument("--at-once", action="store_true", help="the blocks of a rank in one launch")
+    parser.add_argument("--by-block", action="store_true", help="a launch a block, on GPUs too")
+    parser.add_argument("--weights", choices=("triton", "cuda"), help="what makes dW of full blocks")
     parser.add_argument("--captured", action="store_true", help="the step as a CUDA graph")
     parser.add_argument("--each", action="store_true", help="the digest of each gradient, too")
     parser.add_argument("--profile", action="store_true", help="what a step spends on kernels")
     parser.add_argument("--layers", type=int, help="the first so many of them")
     args = parser.parse_args()
-    switch.ON_GPUS |= args.at_once
+    switch.ON_GPUS = not args.by_block
+    if args.weights is not None:
+        from ring_la.kernels.fixed import weight  # needs Triton
+
+        weight.BY_CUDA = args.weights == "cuda"
     if "RANK" in os.environ:
         dist.init_process_group()
         if torch.cuda.is_available():

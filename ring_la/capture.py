@@ -12,11 +12,9 @@ own, and what cannot be repeated is an error that names it. `Buckets` bring many
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +24,14 @@ from torch.utils import _pytree as pytree
 from .buckets import Buckets
 from .comm import Entry
 from .context import ContextParallel
-from .errors import ArgumentError, RingLAError, UnsupportedError
+from .errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
+from .step_calls import hashable, known, own_copy, refuse_elsewhere, refuse_outside, repeated, version, ways
+from .step_graph import StepStream, reason
+from .surroundings import Snapshot, Surroundings
 
 IN_FLIGHT = 2
 """Replays that may wait on the device before a call waits for the oldest."""
+HINT = "What waits for the device, or decides by its values, belongs outside of the step"
 
 
 def capture(
@@ -46,8 +48,9 @@ def capture(
         step: any function of tensors (also within tuples, lists and dicts) and other values that can be hashed. What it
             does to other tensors (parameters, gradients, an optimizer's state, a cache) is part of the graph, which
             finds them where they were: the optimizer must be one with capturable=True, and zero_grad belongs into the
-            step, at its start.
-        cp: the ranks it exchanges with; None: none. Every rank makes the same calls in the same order.
+            step, at its start. Arguments are copied, so it changes none of them and leaves no gradient on them.
+        cp: the ranks it exchanges with; None: none, and the GPU is that of its first argument on one. Every rank makes
+            the same calls in the same order.
         buckets: lengths to pad to; None: every length is a kind of its own. Outputs come back padded.
         warmup: calls of a kind that run eagerly, each once on its own data, before one is captured.
         timeout: seconds in which `CapturedStep.wait` expects a replay to end; None: that of `cp`, or 300.
@@ -57,9 +60,10 @@ def capture(
 
     Raises:
         ArgumentError: a wrong argument. In a call UnsupportedError, on every rank: the step cannot be captured, and
-            which line of it is why; DisagreementError: the ranks' steps differ; PeerError: a rank is late or gone.
+            which line of it is why, or what the graph took for granted is no longer so, by name; DisagreementError: the
+            ranks' steps differ; PeerError: a rank is late or gone.
     """
-    if not callable(step):
+    if not callable(step) or isinstance(step, CapturedStep):
         raise ArgumentError("step", "a function", type(step).__name__)
     if cp is not None and not isinstance(cp, ContextParallel):
         raise ArgumentError("cp", "a ContextParallel or None", type(cp).__name__)
@@ -76,13 +80,14 @@ def capture(
 @dataclass
 class Kind:
     """Calls that one graph is for: how many there were, what ranks compare of each, and once it is captured the graph,
-    the tensors it reads and what it returns."""
+    the tensors it reads, what it returns, and what it takes for granted."""
 
     calls: int = 0
     entry: Entry | None = None
     graph: torch.cuda.CUDAGraph | None = None
     inputs: list[Tensor] = field(default_factory=list)
     output: Any = None
+    around: Snapshot | None = None
 
 
 class CapturedStep:
@@ -104,7 +109,8 @@ class CapturedStep:
         self._parameters = signature(step) if buckets is not None else None
         self.kinds: dict[object, Kind] = {}
         self._running: list[torch.cuda.Event] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: StepStream | None = None
+        self._around = Surroundings(step)
 
     @property
     def graphs(self) -> int:
@@ -119,15 +125,18 @@ class CapturedStep:
             args, keywords = bound.args, bound.kwargs
         leaves, structure = pytree.tree_flatten((args, keywords))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        kind = self._kind(leaves, structure)
         device = self._device(tensors)
+        if device is not None and StepStream.capturing():
+            return self._step(*args, **keywords)  # within another step, whose graph it is part of
+        kind = self._kind(leaves, structure, device)
         if device is None:
             return self._step(*args, **keywords)
+        self._stream = self._stream or StepStream(device)
         if kind.graph is None and kind.calls <= self._warmup:
-            return self._warm(kind, device, args, keywords)
+            return self._warm(kind, self._stream, args, keywords)
         if kind.graph is None:
-            self._capture(kind, leaves, structure, device)
-        return self._replay(kind, tensors)
+            self._capture(kind, leaves, structure, self._stream)
+        return self._replay(kind, self._stream, tensors)
 
     def wait(self) -> None:
         """Until the results of all calls so far are there. Before the host reads one: where a peer has died it would
@@ -148,20 +157,21 @@ class CapturedStep:
         for kind in self.kinds.values():
             if kind.graph is not None:
                 kind.graph.reset()
-            kind.calls, kind.graph, kind.inputs, kind.output = 0, None, [], None
+            kind.calls, kind.graph, kind.inputs, kind.output, kind.around = 0, None, [], None, None
 
     # -- kinds ---------------------------------------------------------------------------------------------
 
-    def _kind(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Kind:
+    def _kind(self, leaves: Sequence[Any], structure: pytree.TreeSpec, device: torch.device | None) -> Kind:
         """The kind of a call, which all ranks see for the first time at the same call."""
-        seen = [_known(x) for x in leaves]
-        key = (structure, tuple(seen), _repeated(leaves))
+        seen = [known(x) for x in leaves]
+        key = (structure, tuple(seen), repeated(leaves), ways(), self._around.training())
         try:
             kind = self.kinds.get(key)
         except TypeError:
-            other = next(type(x).__name__ for x in leaves if not isinstance(x, Tensor) and not _hashable(x))
+            other = next(type(x).__name__ for x in leaves if not isinstance(x, Tensor) and not hashable(x))
             raise ArgumentError("step", "arguments that are tensors or can be hashed", other) from None
         if kind is None:
+            refuse_elsewhere(device, leaves, structure)
             kind = Kind()
             if self._cp is not None and self._cp.validate != "never":
                 shown = [f"{len(x[0])} dimensions of {x[1]}" if isinstance(x, tuple) else str(x) for x in seen]
@@ -181,59 +191,63 @@ class CapturedStep:
 
     # -- on CUDA -------------------------------------------------------------------------------------------
 
-    def _warm(self, kind: Kind, device: torch.device, args: tuple, keywords: dict) -> Any:
-        """The step itself, on the stream it is captured on; the last time where waiting for the device is an error."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        here = torch.cuda.current_stream(device)
-        self._stream.wait_stream(here)
-        last, mode = kind.calls == self._warmup, torch.cuda.get_sync_debug_mode()
-        with torch.cuda.stream(self._stream):
-            if last:
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                out = self._step(*args, **keywords)
-            except RuntimeError as error:
-                if last and "synchronizing CUDA operation" in str(error):
-                    self._refuse(error)
+    def _warm(self, kind: Kind, stream: StepStream, args: tuple, keywords: dict) -> Any:
+        """The step itself; the last time where waiting for the device is an error, of which all ranks learn."""
+        if kind.calls < self._warmup:
+            return stream.run(lambda: self._step(*args, **keywords), strict=False)
+        out, error = None, None
+        try:
+            out = stream.run(lambda: self._step(*args, **keywords), strict=True)
+        except Exception as e:
+            error = e
+        waits = isinstance(error, RuntimeError) and "synchronizing CUDA operation" in str(error)
+        try:
+            self._refuse(error)
+        except (UnsupportedError, DisagreementError, PeerError):
+            if error is None or waits:
                 raise
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        here.wait_stream(self._stream)
-        for x in pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.is_cuda:
-                x.record_stream(here)
+        if error is not None:
+            raise error
         return out
 
-    def _capture(self, kind: Kind, leaves: Sequence[Any], structure: pytree.TreeSpec, device: torch.device) -> None:
+    def _capture(self, kind: Kind, leaves: Sequence[Any], structure: pytree.TreeSpec, stream: StepStream) -> None:
         """Write the step down; nothing is computed. All ranks learn whether all could."""
-        copies = {id(x): _own(x) for x in leaves if isinstance(x, Tensor)}  # one of a tensor that is given twice, since
-        own = [copies.get(id(x), x) for x in leaves]  # a compiled step tells such calls from others
+        copies = {id(x): own_copy(x) for x in leaves if isinstance(x, Tensor)}
+        own = [copies.get(id(x), x) for x in leaves]  # a tensor given twice is one, as a compiled step knows it
         args, keywords = pytree.tree_unflatten(own, structure)
-        torch.cuda.synchronize(device)
-        graph, drawn, error = torch.cuda.CUDAGraph(), torch.get_rng_state(), None
+        for event in stream.ends():  # here, where a rank that is late is named, since a capture waits without end
+            self._finish(event)
+        around, error, made = self._around.snapshot(), None, None
+        versions = [version(x) for x in own]
         try:
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                kind.output = self._step(*args, **keywords)
-            if not torch.equal(drawn, torch.get_rng_state()):
-                raise RuntimeError("it draws from PyTorch's CPU generator, and a graph would repeat what was drawn")
-        except (RuntimeError, RingLAError) as e:
+            made = stream.write(lambda: self._step(*args, **keywords))
+            around.close()
+            refuse_outside(made[1], own, versions)
+        except Exception as e:
             error = e
         self._refuse(error)
-        kind.graph, kind.inputs = graph, [x for x in own if isinstance(x, Tensor)]
+        assert made is not None  # nothing was refused
+        kind.inputs, kind.around = [x for x in own if isinstance(x, Tensor)], around
+        kind.graph, kind.output = made
 
     def _refuse(self, error: Exception | None) -> None:
         """Raise on every rank why one cannot capture, if one cannot."""
-        refused = None
-        if error is not None:
-            hint = "What waits for the device, or decides by its values, belongs outside of the step"
-            refused = UnsupportedError("step", "one that a CUDA graph can repeat", _reason(error), hint)
-        if self._cp is not None:
-            self._cp.comm.agreement.agree("capturing the step", f"refused: {refused}" if refused else "captured")
-        if refused is not None:
-            raise refused from error
+        why = "" if error is None else str(error) if isinstance(error, UnsupportedError) else reason(error)
+        told = [why]
+        if self._cp is not None and self._cp.size > 1:
+            try:
+                self._cp.comm.agreement.agree("capturing the step", "as far as that")
+                told = self._cp.comm.agreement.tell(why)
+            except (DisagreementError, PeerError):  # another is not even here
+                if error is None:
+                    raise
+        said = {f"rank {r}: {x}" if len({*told}) > 1 else x: None for r, x in enumerate(told) if x}
+        if isinstance(error, UnsupportedError) and len(said) == 1:
+            raise error
+        if said:
+            raise UnsupportedError("step", "one that a CUDA graph can repeat", "; ".join(said), HINT) from error
 
-    def _replay(self, kind: Kind, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, kind: Kind, stream: StepStream, tensors: Sequence[Tensor]) -> Any:
         while len(self._running) >= IN_FLIGHT:
             self._finish(self._running.pop(0))
         if self._cp is not None:
@@ -242,10 +256,11 @@ class CapturedStep:
             for mine, given in zip(kind.inputs, tensors, strict=True):
                 mine.copy_(given, non_blocking=True)
         assert kind.graph is not None  # it was captured
+        assert kind.around is not None
         kind.graph.replay()
-        done = torch.cuda.Event()
-        done.record()
-        self._running.append(done)
+        self._running.append(stream.end())
+        kind.around.check()  # while the device works
+        kind.around.attach()
         return kind.output
 
     def _finish(self, event: torch.cuda.Event) -> None:
@@ -258,39 +273,3 @@ class CapturedStep:
                 late = TimeoutError(f"a captured step has not ended within {self._seconds:g} s")
                 raise late if self._cp is None else self._cp.comm.watch.error("running a captured step", late)
             time.sleep(20e-6)
-
-
-def _known(x: Any) -> object:
-    """What a graph takes for granted of an argument."""
-    return (tuple(x.shape), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
-
-
-def _repeated(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Of each tensor the place of its first mention: the same tensor may be given as two arguments."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(x), n) for n, x in enumerate(leaves) if isinstance(x, Tensor))
-
-
-def _hashable(x: object) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
-
-
-def _own(x: Tensor) -> Tensor:
-    """An argument as the graph keeps it."""
-    return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def _reason(error: BaseException) -> str:
-    """What happened, and where: the step's last line that is not of a library, and the last of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = str(Path(torch.__file__).parent.parent), str(Path(__file__).parent)
-    own = [f for f in frames if not f.filename.startswith(libraries)]
-    where = (own or frames)[-1]
-    said, at = str(error).strip().splitlines(), f"{where.filename}:{where.lineno} `{where.line}`"
-    if frames[-1] != where:
-        at += f", in {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`"
-    return f"{at}: {' '.join(said[:1] + said[1:][-1:])}"

@@ -17,7 +17,7 @@ ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
     {"errors", "outputs", "choices", "version"},
-    {"algebra", "autograd", "balanced", "buckets", "kept", "schemas"},
+    {"algebra", "autograd", "balanced", "buckets", "kept", "schemas", "step_calls", "step_graph", "surroundings"},
     {"layout", "reference"},
     {"kernels"},
     {"comm"},

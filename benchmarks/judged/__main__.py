@@ -1,4 +1,4 @@
-"""Judge other projects' context parallelism: ``python -m benchmarks.judged [NAME …] [--cuda] [--json FILE]``.
+"""Judge other projects' context parallelism: ``python -m benchmarks.judged [NAME …] [--cuda | --one-gpu] [--json F]``.
 
 Without names, all that this machine's kind of device can run.
 """
@@ -90,14 +90,15 @@ def main() -> None:
     """Judge, print each report as it comes, and write all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=None)
-    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--cuda", action="store_true", help="a GPU a rank")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--json")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--only", nargs="+", help="names of cases")
     options = parser.parse_args()
-    device, results = "cuda" if options.cuda else "cpu", {}
-    chosen = options.names or [n for n, p in PEERS.items() if device in p.devices]
+    device, results = "cuda:0" if options.one_gpu else "cuda" if options.cuda else "cpu", {}
+    chosen = options.names or [n for n, p in PEERS.items() if device.split(":")[0] in p.devices]
     for name in chosen:
         start, peer = time.time(), PEERS[name]
         show = lambda finding, start=start: print(f"{time.time() - start:5.0f} s {finding}", flush=True)  # noqa: E731

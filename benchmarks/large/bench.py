@@ -18,8 +18,7 @@ A plan that `ring-la plan --choose --write` wrote goes in by --config; what foll
 
     ring-la bench large hybrid_1b --gpus 2 --length 131072 --documents balanced --more --parallel.layout balanced
 
---memory writes down what has a GPU's memory at the last step's peak, and `--more --run.profile 1` the third step's
-kernels, both into --out.
+`--more --run.profile 1` adds the third step's kernels to --out.
 
 --documents takes drawn documents with a long tail in place of one long one, 8 sequences a step, cut where a sequence is
 full ("packed") or packed by attention's work ("balanced").
@@ -34,7 +33,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,6 @@ from ring_la.errors import ArgumentError
 from .. import ROOT, environment, script
 from ..training import kernels, logged, watch
 from .documents import long_tailed
-from .peak import Peak
 from .report import about, line
 
 CONFIGS = ROOT / "examples" / "configs"
@@ -133,10 +130,7 @@ def on_rank(args: argparse.Namespace, device: Any, began: Any = None) -> Any:
     trainer = train.Trainer(script.config(train, options(args, folder, first)), device, began)
     if first:
         (folder / "about.json").write_text(json.dumps(about(args, trainer), indent=1))
-    with Peak(trainer.optimizer, args.steps) if args.memory else nullcontext() as peak:
-        trainer.train()
-    if first and peak is not None:
-        (folder / "peak.json").write_text(json.dumps(peak.found))
+    trainer.train()
     return trainer
 
 
@@ -181,7 +175,7 @@ def options(args: argparse.Namespace, folder: Path, first: bool) -> list[str]:
 def start(args: argparse.Namespace) -> int:
     """Ranks under torchrun, watched; the exit status."""
     folder = folder_of(args)
-    for name in ("about.json", "metrics.jsonl", "starts.jsonl", "peak.json", "profile/rank-0.json"):
+    for name in ("about.json", "metrics.jsonl", "starts.jsonl", "profile/rank-0.json"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +215,6 @@ def keep(args: argparse.Namespace, outcome: str, shown: int) -> int:
         found |= {"starts": logged(folder / "starts.jsonl"), "steps": steps}
         if outcome != "under way":
             found |= kernels(folder / "profile" / "rank-0.json")
-            found |= {"at the peak": json.loads(peak.read_text())} if (peak := folder / "peak.json").exists() else {}
         args.out.write_text(json.dumps(found, indent=1))
     return len(steps)
 
@@ -232,7 +225,6 @@ def words(args: argparse.Namespace, place: Callable[[Path], Path] = Path.resolve
     given += ["--layers", str(args.layers)] if args.layers else []
     given += ["--documents", args.documents] if args.documents != "joined" else []
     given += ["--tiny"] if args.tiny else []
-    given += ["--memory"] if args.memory else []
     given += ["--config", str(place(args.config))] if args.config else []
     given += ["--folder", str(place(args.folder))]
     return [*given, *(["--more", *args.more] if args.more else [])]

@@ -1,41 +1,36 @@
 """Time launch settings of the products of deterministic steps beside PyTorch's: `python -m benchmarks.tuning.fixed`.
 
-hybrid_1b's weights and 4,096 tokens in bf16: x W, dy W and Σ dyᵀ x, ms by CUDA events, the median of a few.
+hybrid_1b's weights and so many tokens in bf16: x W, dy W and Σ dyᵀ x, ms by CUDA events, the median of a few.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ring_la.kernels.fixed import product, weight
+from ring_la.kernels.fixed import library, product, weight
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 
 SHAPES = ((7680, 2560), (2560, 2560), (13696, 2560), (2560, 6848), (32768, 2560))
 """N and K."""
-PRODUCTS = [
-    dict(),
-    dict(num_stages=3),
-    dict(GROUP=16),
-    dict(GROUP=4),
-    dict(BN=128, num_stages=4),
-    dict(BN=128, num_warps=4, num_stages=4),
-    dict(BN=128, BK=128, num_stages=3),
-    dict(BN=256, BK=128, num_stages=2),
-]
+PRODUCTS = [dict(), dict(GROUP=16), dict(BN=128, num_stages=4)]
 WEIGHTS = [
     dict(),
+    dict(num_stages=2),
+    dict(num_stages=3),
     dict(num_stages=4),
-    dict(num_stages=7),
-    dict(BN=128, BK=64),
-    dict(BN=128, BK=128, num_warps=8),
-    dict(BN=128, BK=128, num_warps=8, num_stages=7),
-    dict(BN=64, BK=256, num_warps=8),
-    dict(BN=64, BK=64),
+    dict(num_stages=3, maxnreg=168),
+    dict(num_stages=4, maxnreg=168),
+    dict(BN=128, BK=64, num_stages=3),
+    dict(BN=128, BK=128, num_warps=8, num_stages=3),
+    dict(BN=128, BK=128, num_warps=8, num_stages=4),
+    dict(BN=64, BK=256, num_warps=8, num_stages=3),
+    dict(BN=64, BK=64, num_stages=4),
 ]
 
 
@@ -59,7 +54,9 @@ def row(name: str, calls: list[Callable[[], Any]]) -> None:
 
 
 def main() -> None:
-    device, T = torch.device("cuda"), 4096
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    device, T = torch.device("cuda"), parser.parse_args().tokens
     print("N, K:", SHAPES)
     w = {(N, K): torch.randn(N, K, device=device).bfloat16() for N, K in SHAPES}
     x = {n: torch.randn(T, n, device=device).bfloat16() for n in {m for shape in SHAPES for m in shape}}
@@ -91,17 +88,27 @@ def main() -> None:
 
         return run
 
+    row("cuBLAS, checked, x W", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
+    row("cuBLAS, checked, dy W", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
+    for kind, found in library._found.items():
+        print(f"  {kind.N} x {kind.K}, transposed {kind.transposed}: {found}", flush=True)
+    product.BY_LIBRARY = False
     for more in PRODUCTS:
         product.launch = changed(more)
         row(f"x W {more}", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
         row(f"dy W {more}", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
+
+    def sums(s: tuple[int, int]) -> torch.Tensor:
+        found, behind = norms[s]
+        return weight.block_sums(x[s[0]], x[s[1]], blocks, found, found[behind:], torch.bfloat16)
+
+    before = [sums(s) for s in SHAPES]
+    weight.BY_CUDA = True
+    row("dW in CUDA C++", [lambda s=s: sums(s) for s in SHAPES])
+    print("  the bits of Triton's kernel:", [torch.equal(sums(s), b) for s, b in zip(SHAPES, before)], flush=True)
+    weight.BY_CUDA = False
     for more in WEIGHTS:
         weight.launch = changed(more)
-
-        def sums(s: tuple[int, int]) -> torch.Tensor:
-            found, behind = norms[s]
-            return weight.block_sums(x[s[0]], x[s[1]], blocks, found, found[behind:], torch.bfloat16)
-
         row(f"dW {more}", [lambda s=s: sums(s) for s in SHAPES])
 
 

@@ -1,7 +1,7 @@
 """Products of one row with weights, by cuBLAS or our kernel: `python -m benchmarks.tuning.products --out FILE`.
 
 bf16, CUDA graphs over several copies of the weights, so that none is in a cache; µs a call beside the weights' time at
-4.1 TB/s, of each tile (rows, channels, warps, tiles under way). Shapes of examples/configs/hybrid_1b.yaml; what cuBLAS
+4.1 TB/s, of each tile (rows, channels, warps). Shapes of examples/configs/hybrid_1b.yaml; what cuBLAS
 is timed with is the products alone, without the norm, gate or sum that ours have.
 """
 
@@ -27,8 +27,9 @@ SHAPES = {
     "down": (6848, (2560,), dict(added=True)),
 }
 """Channels, rows of the weights, and what goes with the product."""
-TILES = [(4, 512, 4, 1), (2, 1024, 4, 1), (4, 1024, 4, 1), (8, 512, 4, 1), (4, 1024, 8, 1), (4, 512, 4, 3),
-         (2, 2048, 4, 1), (8, 1024, 8, 1)]  # fmt: skip
+TILES = [(4, 512, 4), (8, 512, 4), (2, 1024, 4), (4, 1024, 8), (4, 512, 2), (2, 1024, 2), (2, 512, 1), (1, 1024, 1)]
+AFTER = [(4, 512, 4), (2, 1024, 4)]
+"""Tiles that are timed with every launch begun after the one before has ended, too."""
 
 
 def microseconds(calls: list, rounds: int = 20) -> float:
@@ -65,9 +66,10 @@ def row(name: str) -> dict[str, object]:
         options["added"] = torch.randn(1, sum(sizes), device="cuda", dtype=torch.bfloat16)
     found: dict[str, object] = {"shape": name, "bytes' time": round(1e6 * each / BANDWIDTH, 2)}
     found["cuBLAS"] = round(microseconds([lambda w=w: [F.linear(x, each) for each in w] for w in copies]), 2)
-    for tile in TILES:
-        ours = partial(products, x, tile=tile, **options)
-        found[str(tile)] = round(microseconds([partial(ours, w) for w in copies]), 2)
+    arms = [(tile, True) for tile in TILES] + [(tile, False) for tile in AFTER]
+    for tile, begins in arms:
+        ours = partial(products, x, tile=tile, begins=begins, **options)
+        found[f"{tile}" + ("" if begins else ", after")] = round(microseconds([partial(ours, w) for w in copies]), 2)
     return found
 
 

@@ -91,14 +91,16 @@ def rwkv7() -> Question:
 
 
 def mamba2(skips: bool) -> Question:
-    """Mamba-2 as it is; its gradients by pairs of heads; and with Δ in the recurrence's kernels, too."""
-    case, pairs, inside = CASES["mamba2"], (table, "PAIRED", True), (discretise, "STEP_INSIDE", True)
+    """Mamba-2 as it is, by pairs of heads with Δ in the recurrence's kernels; with fewer instructions a pair; with the
+    skip inside, too; and as it was, a head a program and Δ x made before."""
+    case, lean, skip = CASES["mamba2"], (table, "LEAN", True), (discretise, "SKIP_INSIDE", True)
+    was = (table, "PAIRED", False), (discretise, "STEP_INSIDE", False)
 
     def draw(shape: Shape, device: str) -> Inputs:
         x = inputs(case, shape, device)
         return x | ({"D": torch.linspace(0.5, 1.5, shape.H, device=device).requires_grad_()} if skips else {})
 
-    arms = Arm("today", case.ours), Arm("pairs", case.ours, (pairs,)), Arm("and step", case.ours, (pairs, inside))
+    arms = Arm("was", case.ours, was), Arm("today", case.ours), Arm("lean", case.ours, (lean, skip))
     shapes = "1x32768x80x128x64", "1x4096x80x128x64", "8x4096x16x128x64"
     return Question(draw, case.truth, arms, shapes[:1] if skips else shapes)
 

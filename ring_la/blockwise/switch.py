@@ -15,7 +15,7 @@ from ..context import ShardedLayout
 from ..kernels.choice import triton_installed
 from .blocks import BLOCK, blocks_of
 
-ON_GPUS = False
+ON_GPUS = True
 """Whether they do on CUDA devices."""
 everywhere = False
 """Set by tests that run the kernels in Triton's interpreter, on the CPU."""

@@ -25,6 +25,8 @@ HOST = 25e9
 PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
 gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
+LIBRARY = 2.7
+"""How much more of it Transformers' own operations move, in fp32 and unfused; from one profile of a mixture."""
 
 ROUTED = 3.5
 """Rows of a token's experts that exist at once in their backward pass, beside those that are kept: counted on CPUs
@@ -104,7 +106,7 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     tokens = setting.length / P
     model = cluster.model(P, rates) if P > 1 else None
     chain = Chain.of(Layout(setting.length, setting.layout, P, 0)) if P > 1 else None
-    compute = matmuls(setting, work.ends, tokens)
+    compute = ends(setting, tokens) + update(setting, gpus)
     exchange, attention, strategies = 0.0, 0.0, {}
     for block, times in Counter(work.blocks).items():
         own = local(setting, block, tokens)
@@ -134,11 +136,26 @@ def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
     return 2 * (3 if setting.backward else 1) * parameters * tokens / setting.rates.matmul
 
 
+def ends(setting: Setting, tokens: float) -> float:
+    """Seconds of logits and losses; Transformers' heads are computed again in the backward pass."""
+    again = 4 / 3 if setting.work.library and setting.backward else 1.0
+    return again * matmuls(setting, setting.work.head, tokens)
+
+
+def update(setting: Setting, gpus: int) -> float:
+    """Seconds of clipping and of the optimizer: weights are read and written, gradients too, and read twice more."""
+    if not setting.backward:
+        return 0.0
+    own = 4 if setting.parameters == "float32" else 2
+    moved = 6 * own + 2 * (setting.state_bytes - 2 * own)
+    return moved * setting.work.parameters / gpus / setting.rates.copy
+
+
 def local(setting: Setting, block: BlockWork, tokens: float) -> float:
     """Seconds of one block's own work on this rank's tokens."""
     rates, backward = setting.rates, setting.backward
     products = matmuls(setting, block.multiplied, tokens)
-    moved = block.saved * tokens / rates.copy
+    moved = block.saved * tokens / rates.copy * (LIBRARY if setting.work.library else 1)
     if block.recurrence:
         mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
         again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
@@ -188,8 +205,7 @@ def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:
 def held(setting: Setting, gpus: int, tokens: float) -> float:
     """Bytes of one GPU: its shard of the training state, one block's gathered weights, what backward needs."""
     work = setting.work
-    elsewhere = 1 - tokens / setting.length if setting.spread else 0.0  # of the experts, on other ranks of the sequence
-    gathered = max(block.parameters - elsewhere * block.experts for block in work.blocks)
+    gathered = max(block.parameters - setting.spread * block.experts for block in work.blocks)
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
     kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
@@ -201,7 +217,8 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     logits = 4 * work.vocabulary * min(tokens, setting.loss_chunk)
     share = work.parameters / gpus
     gradients = (4 if setting.parameters == "float32" else 2) * share
-    at_hand = 4 * (gathered + work.ends)  # weights and gradients of a block, and of both ends through the backward pass
+    # weights and gradients of a block and of both ends, and gradients of the block before in fp32, on their way
+    at_hand = 4 * (gathered + work.ends) + 4 * gathered
     lasting = setting.state_bytes * share - gradients
     return lasting + max(kept, gradients) + at_hand + again + logits  # gradients come as what is kept goes
 

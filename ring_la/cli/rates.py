@@ -18,9 +18,10 @@ WIDTH = 128
 SHORT, LONG, GAIN = 8192, 262144, 0.145
 """Softmax attention over blocks of SHORT tokens, as rates are measured, and over blocks of LONG, so much faster: what
 the runs of whole models in docs/users/guides/planning.md took beyond the rest of a step."""
-WIDE = 0.77
-"""Speed of cuDNN at heads of 256 channels beside WIDTH, forward and backward together, as measured on an H200 (16,384
-tokens, causal: 17.3 ms with 16 heads, docs/notebook/2026-11-23-short-shards.md; 13.37 ms with 32 of WIDTH)."""
+WIDE = (1.44, 0.92)
+"""Speed of cuDNN at heads of 256 channels beside the rates of WIDTH, forward and backward: by one profile of 32,768
+tokens on an H200, causal (docs/notebook/2026-11-23-models-of-real-size.md). At 16,384 tokens they give 16.1 ms, and
+17.3 were measured (docs/notebook/2026-11-23-short-shards.md)."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ class Rates:
         Args:
             rows: tokens of a rank: kernels are faster on long blocks.
         """
-        both = 2.5 * operations / self.attention_backward if backward else 0.0
         share = math.log2(min(max(rows, SHORT), LONG) / SHORT) / math.log2(LONG / SHORT)
-        faster = 1 + GAIN * share if width <= WIDTH else WIDE
-        return (operations / self.attention_forward + both) / faster
+        ahead, back = (1 + GAIN * share,) * 2 if width <= WIDTH else WIDE
+        both = 2.5 * operations / (back * self.attention_backward) if backward else 0.0
+        return operations / (ahead * self.attention_forward) + both
 
 
 def _line(points: Mapping[int, float]) -> Line:

@@ -38,7 +38,7 @@ def of_folder(folder: Path) -> Workload:
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     blocks = tuple(_block(layer, config) for layer in layers)
     ends = sum(p.numel() for p in model.parameters()) - sum(block.parameters for block in blocks)
-    return Workload(config.hidden_size, blocks, ends, config.vocab_size)
+    return Workload(config.hidden_size, blocks, ends, config.vocab_size, library=True)
 
 
 def _block(layer: nn.Module, config: Any) -> BlockWork:

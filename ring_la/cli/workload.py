@@ -87,6 +87,13 @@ class Workload:
     ends: int
     """Parameters of embedding, last norm and head."""
     vocabulary: int
+    library: bool = False
+    """Whether what is between products and recurrences is Transformers' own."""
+
+    @property
+    def head(self) -> int:
+        """Parameters that a token is multiplied with for its logits."""
+        return self.dim * self.vocabulary
 
     @property
     def parameters(self) -> int:

@@ -52,6 +52,8 @@ def checked(call: str, given: Given, where: Where, check: Callable[[], None], **
 def _check_place(name: str, q: Tensor, layout: object, cu_seqlens: object) -> None:
     """Refuse a layout or offsets that do not fit the tokens of `q`."""
     if layout is None:
+        if not q.shape[1]:
+            raise ArgumentError(name, "at least one token", list(q.shape))
         if cu_seqlens is not None:
             check_offsets(cu_seqlens, q.shape[0], q.shape[1], q.device)
         return

@@ -90,7 +90,7 @@ def best(
     """
     B, heads = shape
     chunk, out = min(max(1, CHUNK // each), keys), None
-    n = max(1, SCORES // (chunk * B * heads * each))
+    n = max(1, SCORES // max(1, chunk * B * heads * each))
     for a in range(0, len(ends), n):
         strip = slice(a, min(a + n, len(ends)))
         found: _Best | None = None

@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
 
     q, k ``[B,T,Hk,K]``, v ``[B,T,H,V]`` with H a multiple of Hk, g ``[B,T,H]`` or ``[B,T,H,K]`` (natural log, ≤ 0),
     beta ``[B,T,H]``, a and b ``[B,T,H,K]``. Under a rule that reads values q is ``[B,T,H,V]`` and k ``[B,T,H,K]``.
+    Additive writes may have beta, which v is written times, and a ``[B,T,H]``, which v is added to the output times.
     """
 
     q: Tensor

@@ -104,7 +104,8 @@ class Replay:
         self._given: list[Tensor | None] = []
         key: list[Hashable] = [rule, self._scale, use, v.device, one_launch.knobs()]
         queries = query_dtype(rule, q, dtype)
-        given = ((q, queries), (k, dtype), (v, dtype), (once(g), None), (beta, None), (a, dtype), (b, dtype))
+        skip = (once(a), None) if rule.write == "additive" else (a, dtype)
+        given = ((q, queries), (k, dtype), (v, dtype), (once(g), None), (beta, None), skip, (b, dtype))
         for x, to in (*given, (cu, torch.int32)):
             ready, known = self._bring(x, to)
             self._given.append(ready)

@@ -47,6 +47,7 @@ class StaticRows:
         self.length, self.here = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
         self.position = torch.full((size, capacity + 1), -1, dtype=torch.int64, device=device)
         self._each = torch.arange(size, device=device)
+        self._outside, self._first = torch.full_like(self._each, capacity), torch.zeros_like(self._each)
         self.rows, self.columns = size, capacity
         self._at = self._kept = self.length
         self._spans: dict[int, tuple[Tensor, Tensor]] = {}
@@ -66,14 +67,16 @@ class StaticRows:
         """A step of the first rows: each gets a token, within the first columns of the rank it is on."""
         self.rows, self.columns, self._spans = rows, columns, {}
         length, here = self.length[:rows], self.here[:rows]
-        self._kept = (length % self.ranks == self.rank) & (here < self.capacity)
-        self._at = torch.where(self._kept, here, self.capacity)
-        self.position[self._each[:rows], self._at] = torch.where(self._kept, length, -1)
+        self._kept = here < self.capacity
+        if self.ranks > 1:
+            self._kept &= length % self.ranks == self.rank
+        self._at = torch.where(self._kept, here, self._outside[:rows])
+        self.position[self._each[:rows], self._at] = length  # nobody reads the last column's
 
     def advance(self) -> None:
         """The step is done in all layers."""
-        self.length[: self.rows] += 1
-        self.here[: self.rows] += self._kept
+        self.length[: self.rows].add_(1)
+        self.here[: self.rows].add_(self._kept)
 
     @property
     def columns_written(self) -> Tensor:
@@ -89,7 +92,7 @@ class StaticRows:
         if window not in self._spans:
             end = self.here[: self.rows] + self._kept
             if window < 0:
-                begin = torch.zeros_like(end)
+                begin = self._first[: self.rows]
             else:
                 position = self.position[: self.rows, : self.columns]
                 begin = ((position >= 0) & (self.length[: self.rows, None] - position > window)).sum(1)
@@ -161,12 +164,13 @@ class StaticKeys:
 
     def decode_turned(self, qkv: Tensor, base: float | None, window: int = -1) -> Tensor:
         """`decode` of a token's projections ``qkv [rows, (H + 2 heads) K]``, in the dtype of the keys: queries and keys
-        are turned by their position and `base` (None: not), and written, in one launch. CUDA alone."""
+        are turned by their position and `base` (None: not), and written, in one launch. What is read is wide. CUDA
+        alone."""
         from .turned_kernel import turned_and_written  # needs Triton
 
         rows = self.rows
         q = turned_and_written(qkv, rows.columns_written, self.length, self.k, self.v, base)[:, None]
-        return self._attended(q, self._read(window, values=True), q.shape[3] ** -0.5, 0.0, None)
+        return self._attended(q, self._read(window, values=True), q.shape[3] ** -0.5, 0.0, None, wide=True)
 
     def decode_latents(
         self,
@@ -201,14 +205,16 @@ class StaticKeys:
         k, v = (x[: rows.rows, :, : rows.columns] for x in (self.k, self.v))
         return Columns(k, v if values else None, *rows.spans(window), turned, None if values else v)
 
-    def _attended(self, q: Tensor, read: Columns, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
-        """What ``q [rows, 1, H, K]`` reads of all ranks."""
+    def _attended(
+        self, q: Tensor, read: Columns, scale: float, softcap: float, sinks: Tensor | None, wide: bool = False
+    ) -> Tensor:
+        """What ``q [rows, 1, H, K]`` reads of all ranks; `wide`: not rounded to its dtype."""
         o, lse = _read(q[:, 0], read, scale, softcap)
         if self.rows.ranks > 1 and self.rows.cp is not None:
             o, lse = merged(self.rows.cp.comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
         if sinks is not None:  # a column of the softmax that has no value
             o = o * torch.exp(lse - torch.logaddexp(lse, sinks.to(lse.dtype)))[..., None]
-        return o[:, None].to(q.dtype)
+        return o[:, None] if wide else o[:, None].to(q.dtype)
 
 
 def _read(q: Tensor, keys: Columns, scale: float, softcap: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.runtime.early import options, others_may_begin
 from ..kernels.runtime.launch import launch
 from ..kernels.spans.table import power_of_2
 
@@ -20,12 +21,14 @@ from ..kernels.spans.table import power_of_2
 @triton.jit(do_not_specialize=("x_n", "columns"))
 def _turned(
     X, AT, POSITION, Q, KEYS, VALUES, x_n, columns, H: tl.constexpr, HK: tl.constexpr, HALF: tl.constexpr,
-    BD: tl.constexpr, LOG: tl.constexpr, TURN: tl.constexpr,
+    BD: tl.constexpr, LOG: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence: of its queries, keys or values."""
     n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BD)
     live = d < HALF
+    if EARLY:
+        others_may_begin()
     x = X + n * x_n + h * (2 * HALF) + d
     a, b = tl.load(x, live, other=0.0), tl.load(x + HALF, live, other=0.0)
     if TURN and h < H + HK:
@@ -62,6 +65,6 @@ def turned_and_written(
     launch(
         _turned, (N, H + 2 * HK), qkv, at, position, q, keys, values, qkv.stride(0), columns, H=H, HK=HK, HALF=K // 2,
         BD=power_of_2(K // 2), LOG=0.0 if base is None else math.log2(base), TURN=base is not None, num_warps=2,
-        tensors="any",
+        tensors="any", **options(qkv),
     )  # fmt: skip
     return q

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from ..blockwise import by_block
 from ..context import ShardedLayout
+from ..kernels.tokens.products import PreNorm
 from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
-from ..nn.tokens import one_token
+from ..nn.tokens import one_token, plain
 from .config import HybridConfig
 from .mlp import MLPS, SwiGLU
 
@@ -38,14 +39,14 @@ class ResidualBlock(nn.Module):
         self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any
     ) -> tuple[Tensor, Any, Routing | None, Tensor | None]:
         """``x``, what the layer remembers, what the router of a mixture of experts did, and the layer's own loss."""
-        step = one_token(x, layout, **keywords)
-        y, state, loss = self.layer.token(x, self.layer_norm, keywords["state"]) if step else None, None, None
+        step = one_token(x, layout, **keywords) and plain(self.layer_norm, RMSNorm) and plain(self.mlp_norm, RMSNorm)
+        y = self.layer.token(x, _norm(self.layer_norm), keywords["state"]) if step else None
         if y is None:
             o, state, loss = self.mix_tokens(x, layout=layout, **keywords)
             y = x + o
         else:
-            state = keywords["state"]
-        out = self.mlp.token(y, self.mlp_norm) if step and isinstance(self.mlp, SwiGLU) else None
+            state, loss = keywords["state"], None
+        out = self.mlp.token(y, _norm(self.mlp_norm)) if step and isinstance(self.mlp, SwiGLU) else None
         if out is not None:
             return out, state, None, loss
         o, routing = self.mix_channels(y, output_routing=output_routing, layout=layout)
@@ -62,3 +63,7 @@ class ResidualBlock(nn.Module):
         if not isinstance(self.mlp, MixtureOfExperts):
             return MoEOutput(self.mlp(y, layout=layout), None)
         return self.mlp(y, **keywords)
+
+
+def _norm(norm: RMSNorm) -> PreNorm:
+    return PreNorm(norm.weight, norm.eps)

@@ -78,12 +78,13 @@ def cross_entropy_by_block(logits: Tensor, targets: Tensor, layout: ShardedLayou
 
 
 class _Losses(torch.autograd.Function):
-    """Losses ``[B, T]`` of ``logits [B, T, V]``, each by its own row; the gradient is formed beside them."""
+    """Losses ``[…]`` of ``logits […, V]``, each by its own row; the gradient is formed beside them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
         wanted = ctx.needs_input_grad[0]
-        losses, d = losses_and_gradient(logits.clone().flatten(0, 1), targets.flatten(), IGNORE, wanted)
+        own = logits.clone(memory_format=torch.contiguous_format).flatten(0, -2)
+        losses, d = losses_and_gradient(own, targets.flatten(), ignored, wanted)
         ctx.save_for_backward(d)
         return losses.view(targets.shape)
 
@@ -91,12 +92,17 @@ class _Losses(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
         (d,) = ctx.saved_tensors
-        return (d * grad.reshape(-1, 1).to(d.dtype)).view(*grad.shape, d.shape[-1]), None
+        return (d * grad.reshape(-1, 1).to(d.dtype)).view(*grad.shape, d.shape[-1]), None, None
 
 
 @outside_graphs
 def _losses_at_once(logits: Tensor, targets: Tensor) -> Tensor:
-    return _Losses.apply(logits, targets)
+    return losses_of(logits, targets)
+
+
+def losses_of(logits: Tensor, targets: Tensor, ignored: int = IGNORE) -> Tensor:
+    """Cross-entropies ``[…]`` of rows ``logits […, V]``, in fp32 or wider; what is kept is their gradient."""
+    return _Losses.apply(logits, targets, ignored)
 
 
 def has_liger() -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..blockwise import by_element
 from ..errors import ArgumentError, UnsupportedError
-from ..kernels.tokens.products import added_product, normed_products
+from ..kernels.tokens.products import PreNorm, added_product, normed_products
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..keystore.static import StaticKeys
 from ..softmax import attention
@@ -90,19 +90,18 @@ class Attention(KeyedLayer):
             q, k = rotated(q, k, positions(x, None if state is None else state.length, call), self.rope_base, call)
         return self._attend(x, (q, k, v), state, call)
 
-    def token(self, x: Tensor, norm: nn.Module, state: Any) -> Tensor | None:
+    def token(self, x: Tensor, norm: PreNorm, state: Any) -> Tensor | None:
         linears = [m for m in (self.qkv_proj, self.gate_proj) if m is not None]
-        parts = plain(self, Attention) and plain(norm, RMSNorm) and isinstance(state, StaticKeys)
+        parts = plain(self, Attention) and isinstance(state, StaticKeys)
         if not (parts and isinstance(self.q_norm, nn.Identity) and plain_linear(x, *linears, self.out_proj)):
             return None
         if state.k.dtype != x.dtype or self.widths[0] // self.num_heads % 2:
             return None
         self.check(x, state, LayerCall(None, None, True, True))
         flat = x[:, 0]
-        y = normed_products(flat, norm.weight, norm.eps, linears)
-        width = sum(self.widths)
-        o = merge_heads(state.decode_turned(y[:, :width], self.rope_base, self.window))[:, 0]
-        o = o if self.gate_proj is None else _gated(y[:, width:], o)
+        qkv, *gate = normed_products(flat, norm, linears)
+        o = merge_heads(state.decode_turned(qkv, self.rope_base, self.window))[:, 0]
+        o = _gated(gate[0], o) if gate else o
         return added_product(flat, o, self.out_proj)[:, None]
 
     def _attend(

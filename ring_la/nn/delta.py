@@ -18,7 +18,7 @@ from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
 from ..kernels.tokens.gated_delta import Weights, fits, gated_delta_token
-from ..kernels.tokens.products import added_product, normed_products
+from ..kernels.tokens.products import PreNorm, added_product, normed_products
 from ..outputs import LinearAttentionOutput
 from ..recurrences import delta_rule, gated_delta_rule, kda
 from .layer import (
@@ -150,22 +150,22 @@ class GatedDeltaNet(DeltaLayer):
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
         return call.rows(self.norm, o, split_heads(call.rows(self.gate_proj, x), self.num_value_heads))
 
-    def token(self, x: Tensor, norm: nn.Module, state: LayerState | None) -> Tensor | None:
+    def token(self, x: Tensor, norm: PreNorm, state: LayerState | None) -> Tensor | None:
         projections = [self.qkv_proj, self.beta_proj, self.decay_proj, self.gate_proj]
-        parts = plain(self, GatedDeltaNet) and plain(norm, RMSNorm) and plain(self.norm, GatedRMSNorm)
+        parts = plain(self, GatedDeltaNet) and plain(self.norm, GatedRMSNorm)
         parts = parts and plain(self.conv, ShortConv) and self.conv.bias is None and self.norm.silu
         chosen = self.mode in ("auto", "recurrent") and self.backend in (None, "triton")
         if not (parts and chosen and plain_linear(x, *projections, self.out_proj)):
             return None
-        if state is None or not fits(x, state.tail, state.recurrent):
+        S, tail = (state or LayerState())[:2]
+        if S is None or tail is None or not fits(x, S):
             return None
         self.check(x, state, LayerCall(None, None, True, True))
         flat = x[:, 0]
-        y = normed_products(flat, norm.weight, norm.eps, projections)
-        qkv, b, a, z = y.split([m.weight.shape[0] for m in projections], 1)
+        qkv, b, a, z = normed_products(flat, norm, projections)
         weights = Weights(self.conv.weight, self.A_log, self.dt_bias, self.norm.weight)
         gates = dict(beta_max=self.beta_max, eps=self.norm.eps)
-        o = gated_delta_token(qkv, b, a, z, weights, state.tail, state.recurrent, self.num_heads, **gates)
+        o = gated_delta_token(qkv, b, a, z, weights, tail, S, self.num_heads, **gates)
         return added_product(flat, o, self.out_proj)[:, None]
 
 

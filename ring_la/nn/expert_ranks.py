@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd import first_derivative_only
 from ..comm import Group
+from ..kernels.fused.bags import bag_gradients, bag_sums
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Rows ``[M, D]`` sorted by expert, and how many each of this rank's experts has: their results ``[M, D]``."""
@@ -69,7 +71,7 @@ class ExpertRanks:
         weight = _Exchange.apply(sent.spread(weights), *there).flatten().index_select(0, order[:held])
         # rows have no names here: k times the tokens' bytes, each is gone before the next
         y = compute(met.spread(_Exchange.apply(sent.spread(x), *there)), mine)
-        return sent.collect(_Exchange.apply(met.collect(y * weight[:, None].to(y.dtype)), *back))
+        return sent.collect(_Exchange.apply(met.collect(y, weight), *back))
 
 
 class Bags(NamedTuple):
@@ -92,12 +94,12 @@ class Bags(NamedTuple):
         """Rows ``[R, D]`` as their entries ``[M, D]``."""
         return _SpreadRows.apply(x, *self)
 
-    def collect(self, y: Tensor) -> Tensor:
-        """The sum of each row's entries of ``y [M, D]``, ``[R, D]``."""
-        return _CollectRows.apply(y, *self)
+    def collect(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The sum of each row's entries of ``y [M, D]``, weighed by ``weight [M]`` or not: ``[R, D]``."""
+        return _CollectRows.apply(y, *self) if weight is None else _WeighRows.apply(y, weight, *self)
 
 
-# Each of the two is the derivative of the other, and both only read at indices, as their siblings in moe.py.
+# The first two are each other's derivative. All only read at indices, as their siblings in moe.py.
 
 
 class _SpreadRows(torch.autograd.Function):
@@ -115,13 +117,23 @@ class _CollectRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, row: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(row, entries, starts)
-        if not len(y) or len(starts) == 1:
-            return y.new_zeros(len(starts) - 1, y.shape[1])
-        return F.embedding_bag(entries, y.contiguous(), starts, mode="sum", include_last_offset=True)
+        return bag_sums(y, None, entries, starts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _SpreadRows.apply(grad, *ctx.saved_tensors), None, None, None
+
+
+class _WeighRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, row: Tensor, entries: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weight, row)
+        return bag_sums(y, weight, entries, starts)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *bag_gradients(grad, *ctx.saved_tensors), None, None, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -24,6 +24,7 @@ from ..checks import FLOATS, check_flag, check_split
 from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
+from ..kernels.tokens.products import PreNorm
 
 
 class LayerState(NamedTuple):
@@ -160,7 +161,7 @@ class Layer(nn.Module, ABC):
     def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""
 
-    def token(self, x: Tensor, norm: nn.Module, state: Any) -> Tensor | None:
+    def token(self, x: Tensor, norm: PreNorm, state: Any) -> Tensor | None:
         """``x [N, 1, D]`` and what the layer adds to it, its input through `norm`, for one token more of each sequence;
         the state is written over. None: this layer, or one with such parts, has no way in few launches."""
         return None

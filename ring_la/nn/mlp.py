@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from ..blockwise import by_block
 from ..context import ShardedLayout
 from ..kernels.fused.swiglu import swiglu
-from ..kernels.tokens.products import added_product, normed_swiglu
-from .parts import RMSNorm
+from ..kernels.tokens.products import PreNorm, added_product, normed_swiglu
 from .tokens import plain, plain_linear
 
 
@@ -29,9 +28,9 @@ class SwiGLU(nn.Module):
         hidden = by_block(swiglu, by_block(self.up_proj, x, layout=layout), layout=layout)
         return by_block(self.out_proj, hidden, layout=layout)
 
-    def token(self, x: Tensor, norm: nn.Module) -> Tensor | None:
+    def token(self, x: Tensor, norm: PreNorm) -> Tensor | None:
         """As `Layer.token`, of one token each ``x [N, 1, D]``."""
-        if not (plain(self, SwiGLU) and plain(norm, RMSNorm) and plain_linear(x, self.up_proj, self.out_proj)):
+        if not (plain(self, SwiGLU) and plain_linear(x, self.up_proj, self.out_proj)):
             return None
         flat = x[:, 0]
-        return added_product(flat, normed_swiglu(flat, norm.weight, norm.eps, self.up_proj), self.out_proj)[:, None]
+        return added_product(flat, normed_swiglu(flat, norm, self.up_proj), self.out_proj)[:, None]

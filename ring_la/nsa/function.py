@@ -12,11 +12,11 @@ from ..autograd import traced
 from ..checks import FLOATS, check_offsets, check_scale
 from ..choices import AttentionChoice, SoftmaxBackend
 from ..context import ShardedLayout, check_together
-from ..errors import ArgumentError, Facts, describe_tensor
+from ..errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from ..indexers.chosen import Rows
 from ..outputs import NSAOutput
 from ..softmax import attention, sparse_attention
-from ..softmax.door import autocast
+from ..softmax.door import autocast, under_autocast
 from . import operators
 from .choice import Sizes, choose_blocks
 from .compressed import BlockMap, Compressed, mapped
@@ -83,18 +83,19 @@ def nsa(
     def check() -> None:
         _check(q, k, v, gates, layout, cu_seqlens)
         check_sizes(sizes, window, scale)
+        _check_how(layout, strategy, backend)
         for name, given in (("compress_k", compress_k), ("compress_v", compress_v)):
             if not callable(given):
                 raise ArgumentError(name, "a function of blocks and positions", type(given).__name__)
 
     together = None if torch.compiler.is_compiling() else layout
-    check_together("nsa", together, check, lambda: _signature(q, k, v, gates, sizes, window, scale))
+    check_together("nsa", together, check, lambda: _signature(q, k, v, gates, sizes, window, scale, strategy, backend))
     where: dict[str, Any] = dict(layout=layout, cu_seqlens=cu_seqlens)
     if backend == "reference":
         more: dict[str, Any] = sizes._asdict() | dict(window=window, scale=scale)
         out = reference.nsa(q, k, v, gates, compress_k, compress_v, **more, **where)
         return NSAOutput(out.o.to(q.dtype), out.chosen)
-    if torch.is_autocast_enabled(q.device.type):
+    if under_autocast(q):
         q, *both = autocast(q, *k, *v)
         k, v = (both[0], both[1], both[2]), (both[3], both[4], both[5])
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
@@ -117,9 +118,21 @@ def _compressed(
     else:
         rows = Rows.of(q, layout, how["cu_seqlens"])
     compressed = Compressed.of(sizes.length, sizes.stride, rows)
-    few_k, few_v = compressed.everywhere(*mapped(compressed.blocks(k, v), *maps, compressed.positions))
+    few_k, few_v = compressed.everywhere(*_made(compressed, k, v, maps))
     o, lse = compressed.attention(q, few_k, few_v, scale, how["backend"])
     return o, choose_blocks(q, few_k, lse.detach(), scale, sizes, rows, compressed)
+
+
+def _made(compressed: Compressed, k: Tensor, v: Tensor, maps: tuple[BlockMap, BlockMap]) -> tuple[Tensor, Tensor]:
+    """The keys and values of this rank's blocks. What one rank's map does wrong all refuse."""
+    blocks, made = compressed.blocks(k, v), []
+
+    def check() -> None:
+        made.extend(mapped(blocks, *maps, compressed.positions))
+
+    names = "compress_k", "compress_v"
+    check_together("nsa", compressed.layout, check, lambda: tuple((n, Facts.of(x, 1)) for n, x in zip(names, made)))
+    return made[0], made[1]
 
 
 def _compressed_traced(
@@ -147,7 +160,11 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
     for name, x in (("q", q), *(("k", x) for x in k), *(("v", x) for x in v), ("gates", gates)):
         if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 4:
             raise ArgumentError(name, "float tensors of four dimensions", describe_tensor(x))
+        if x.device != q.device or x.layout is not torch.strided:
+            raise ArgumentError(name, f"dense tensors on {q.device}, where q is", f"{x.layout} on {x.device}")
     (B, Tq, H, K), (T, Hk), V = q.shape, k[0].shape[1:3], v[0].shape[3]
+    if layout is None and not Tq:
+        raise ArgumentError("q", "at least one token", list(q.shape))
     if not Hk or H % Hk:
         raise ArgumentError("q", f"a number of heads that is a multiple of the {Hk} of k", H)
     for name, given, width in (("k", k, K), ("v", v, V)):
@@ -171,6 +188,16 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
         raise ArgumentError("q", f"at most the {T} tokens of k", Tq)
 
 
+def _check_how(layout: object, strategy: object, backend: object) -> None:
+    """Refuse what one of the branches does not know."""
+    if strategy not in (None, "auto", "ring", "all_gather"):
+        raise ArgumentError("strategy", "None, auto, ring or all_gather", repr(strategy))
+    if backend not in (None, "torch", "triton", "reference"):
+        raise ArgumentError("backend", "None, torch, triton or reference", repr(backend))
+    if backend == "reference" and layout is not None:
+        raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")
+
+
 def check_sizes(sizes: Sizes, window: object, scale: object = None) -> None:
     """Refuse sizes that do not fit each other."""
     for name, n in zip(sizes._fields, sizes):
@@ -191,4 +218,5 @@ def _signature(q: Tensor, k: Any, v: Any, gates: Tensor, *flags: object) -> tupl
     """What must be the same on all ranks, by name."""
     tensors = [("q", q), *(("k", x) for x in k), *(("v", x) for x in v), ("gates", gates)]
     facts = tuple((name, Facts.of(x, 1)) for name, x in tensors)
-    return (*facts, *zip(("sizes", "window", "scale"), flags), ("gradients", torch.is_grad_enabled()))
+    names = "sizes", "window", "scale", "strategy", "backend"
+    return (*facts, *zip(names, flags), ("gradients", torch.is_grad_enabled()))

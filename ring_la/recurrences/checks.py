@@ -105,7 +105,8 @@ def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
         raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
     for f in ("g", "beta", "a", "b"):
         x = getattr(r.inputs, f)
-        tail = () if f == "beta" or (f == "g" and r.rule.decay != "diagonal") else (K,)
+        by_head = f == "beta" or (f == "g" and r.rule.decay != "diagonal") or (f == "a" and r.rule.write == "additive")
+        tail = () if by_head else (K,)
         if x is not None and x.shape != (B, T, H, *tail) and x.shape != (B, T, Hk, *tail):
             raise ArgumentError(name(f), f"{[B, T, H, *tail]}", list(x.shape))
     return B, T, H, K, V

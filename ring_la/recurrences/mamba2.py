@@ -17,7 +17,7 @@ from .recurrence import recurrence
 from .retention import STATIC
 
 RULE = Rule("additive", "scalar")
-NAMES = {"q": "C", "k": "B", "v": "x", "g": "dt · A", "beta": "dt"}
+NAMES = {"q": "C", "k": "B", "v": "x", "g": "dt · A", "beta": "dt", "a": "D"}
 
 
 def on_one_device(
@@ -31,12 +31,13 @@ def on_one_device(
     *,
     dt_softplus: bool = False,
 ) -> Recurrence:
-    """`mamba2` without a layout: x may be what tokens bring, and Δ what it is written times."""
+    """`mamba2` without a layout: x may be what tokens bring, Δ what it is written times, and D what of it passes by."""
     _check_all(x, dt, A, D, dt_bias, dt_softplus)
-    if D is not None or not isinstance(B, Tensor) or not step_inside(x, B):
+    if not isinstance(B, Tensor) or not step_inside(x, B, D):
         return _described(x, dt, A, B, C, D, dt_bias, dt_softplus)
     step, g = steps(dt, A, dt_bias, softplus=dt_softplus)
-    return Recurrence(RULE, Inputs(C, B, x, g, step), names=NAMES)
+    skip = None if D is None else D.to(g.dtype).expand_as(g)
+    return Recurrence(RULE, Inputs(C, B, x, g, step, skip), names=NAMES)
 
 
 def _at_once(

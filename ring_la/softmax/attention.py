@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_flag
 from ..choices import AttentionChoice, ChosenBackendName, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..outputs import AttentionOutput, MLAOutput
-from .door import attend, autocast
+from .door import attend, autocast, refuse, under_autocast
 from .options import AttentionOptions
 from .tensors import Tensors
 
@@ -79,7 +78,7 @@ def attention(
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
         DisagreementError: the ranks' arguments do not fit together.
     """
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if under_autocast(q):
         q, k, v, joint_k, joint_v = autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     options = AttentionOptions(
@@ -145,11 +144,12 @@ def mla(
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
         DisagreementError: the ranks' arguments do not fit together.
     """
-    check_flag("output_latents", output_latents)
+    if not isinstance(output_latents, bool):
+        refuse("mla", ArgumentError("output_latents", "True or False", repr(output_latents)), layout)
     for name, t in (("w_uk", w_uk), ("w_uv", w_uv)):
         if t is None:
-            raise ArgumentError(name, "a tensor of three dimensions", "None")
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+            refuse("mla", ArgumentError(name, "a tensor of three dimensions", "None"), layout)
+    if under_autocast(q):
         q, latent, k_rope, w_uk, w_uv = autocast(q, latent, k_rope, w_uk, w_uv)
     x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv, chosen=chosen)
     options = AttentionOptions(
@@ -187,8 +187,9 @@ def sparse_attention(
     Args:
         q, k, v: as in `attention`.
         chosen: int32 or int64 ``[B, Tq, Hk or 1, S]``, for all key heads or for each: places in the whole sequence (not
-            in the document, nor among this rank's tokens), each of the first key of a chosen block; −1: none. Blocks of
-            one query must not overlap. It has no gradient.
+            in the document, nor among this rank's tokens), each of the first key of a chosen block; −1, or a place
+            outside: none. Blocks of one query must not overlap: what is chosen twice counts twice. It has no gradient.
+            With validate="always" both are refused.
         block: keys that a choice stands for: the one at its place and the next.
         strategy: "ring", "all_gather", "chosen", or by the cost. "chosen" counts the keys that each rank's queries have
             chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for
@@ -208,8 +209,9 @@ def sparse_attention(
         DisagreementError: the ranks' arguments do not fit together.
     """
     if chosen is None:
-        raise ArgumentError("chosen", "an int32 or int64 tensor [B, Tq, Hk or 1, S]", "None")
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        what = ArgumentError("chosen", "an int32 or int64 tensor [B, Tq, Hk or 1, S]", "None")
+        refuse("sparse_attention", what, layout)
+    if under_autocast(q):
         q, k, v = autocast(q, k, v)
     options = AttentionOptions(
         causal=causal, scale=scale, window=window, kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy,
@@ -220,4 +222,4 @@ def sparse_attention(
 
 def _of_one_head(t: Tensor) -> Tensor:
     """``[B, T, D] → [B, T, 1, D]``; anything else as it came, to be refused with the other arguments."""
-    return t[:, :, None] if isinstance(t, Tensor) and t.dim() == 3 else t
+    return t[:, :, None] if isinstance(t, Tensor) and t.dim() == 3 and t.layout is torch.strided else t

@@ -93,6 +93,8 @@ def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
             continue
         if not isinstance(t, Tensor) or t.dtype not in FLOATS:
             raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))
+        if t.layout is not torch.strided:
+            raise ArgumentError(name, "a dense tensor", f"one of layout {t.layout}")
     if x.latent:
         _check_latents(x)
     else:
@@ -161,6 +163,16 @@ def _check_chosen(x: Tensors) -> None:
     if t.dim() != 4 or list(t.shape[:2]) != [B, Tq] or t.shape[2] not in (1, Hk):
         heads = "1" if Hk == 1 else f"1 or {Hk}"
         raise ArgumentError("chosen", f"[B, Tq, heads, S] with B={B}, Tq={Tq}, {heads} heads", list(t.shape))
+
+
+def check_choice(chosen: Tensor, block: int, tokens: int) -> None:
+    """Refuse places that are none of the `tokens`, and blocks of a query that overlap; synchronises."""
+    low, high = (int(x) for x in chosen.aminmax()) if chosen.numel() else (-1, -1)
+    if low < -1 or high >= tokens:
+        raise ArgumentError("chosen", f"places from 0 to {tokens - 1}, or −1", f"{low} to {high}")
+    places = chosen.sort(-1).values
+    if bool(((places.diff(dim=-1) < block) & (places[..., :-1] >= 0)).any()):
+        raise ArgumentError("chosen", f"blocks of {block} that do not overlap", "a query with some that do")
 
 
 def _without_head(t: Tensor) -> list[int]:

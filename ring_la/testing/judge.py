@@ -100,7 +100,8 @@ def judge(
 
     Args:
         subject: the implementation.
-        sizes: numbers of ranks to try. device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
+        sizes: numbers of ranks to try. device: "cpu" (gloo), "cuda" (NCCL, a GPU a rank), or one GPU, "cuda:0", which
+            all ranks share (NCCL over sockets: as right, and slow).
         timeout: seconds in which a call is answered; its ranks are killed and started anew after that.
         seed: of all numbers. only: names of cases to run; None: all.
         ranks: what runs the ranks; None: processes of their own, spawned: a script needs the guard

@@ -25,22 +25,28 @@ START = 120.0
 """Seconds in which all ranks have joined."""
 AFTER_AN_ERROR = 10.0
 """Seconds in which the other ranks answer, once one of them has raised: they may wait for it."""
+ON_ONE_GPU = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""What ranks that share a GPU need: NCCL takes each for a host of its own, and memory is mapped by its own device."""
 
 
 class Processes:
-    """`size` ranks of one job: gloo on CPUs, or NCCL with a GPU each. A context manager.
+    """`size` ranks of one job: gloo on CPUs, or NCCL with a GPU each or all on one. A context manager.
 
     The processes are spawned, so a script that uses them needs the guard ``if __name__ == "__main__":``.
 
     Args:
-        size: number of ranks. device: "cpu" or "cuda". timeout: seconds one call may take.
+        size: number of ranks. device: "cpu"; "cuda", a GPU a rank; or "cuda:0", all on that one, where NCCL's messages
+            go by sockets: as right, and slow. timeout: seconds one call may take.
     """
 
     def __init__(self, size: int, device: str = "cpu", timeout: float = 60.0) -> None:
-        if device not in ("cpu", "cuda"):
-            raise ArgumentError("device", '"cpu" or "cuda"', repr(device))
-        if device == "cuda" and torch.cuda.device_count() < size:
-            raise ArgumentError("size", f"at most {torch.cuda.device_count()}, the number of GPUs", size)
+        gpus = torch.cuda.device_count()
+        known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(gpus))]
+        if device not in known:
+            raise ArgumentError("device", f"one of {', '.join(known)}", repr(device))
+        if device == "cuda" and gpus < size:
+            hint = 'With device="cuda:0" ranks share a GPU' if gpus else ""
+            raise ArgumentError("size", f"at most {gpus}, the number of GPUs", size, hint)
         if multiprocessing.parent_process() is not None:
             hint = 'Put what a script runs under `if __name__ == "__main__":`'
             raise ArgumentError("judge", "a call outside the ranks it starts", "one within", hint)
@@ -163,12 +169,15 @@ def _join(rank: int, size: int, port: int, kind: str) -> tuple[Any, torch.device
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(port)
     device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", rank)
+    if kind != "cpu":
+        shared = torch.device(kind).index
+        if shared is not None:
+            os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"rank {rank}", LOCAL_RANK=str(shared))
+        device = torch.device("cuda", rank if shared is None else shared)
         torch.cuda.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=address, rank=rank, world_size=size,
-        timeout=timedelta(seconds=START), device_id=device if kind == "cuda" else None,
+        "gloo" if kind == "cpu" else "nccl", init_method=address, rank=rank, world_size=size,
+        timeout=timedelta(seconds=START), device_id=None if kind == "cpu" else device,
     )  # fmt: skip
     return dist.group.WORLD, device

@@ -107,7 +107,8 @@ def shard_parameters(
         dtype: what parameters are gathered in and computed with; None: their own. Optimizers see their own.
         methods: names of methods that are called instead of the forward; those that `model` has not are left out.
         experts: modules whose parameters are spread over the context ranks already (`split_experts`): they are sharded
-            over fsdp alone, along dimension 1.
+            over fsdp alone, along dimension 1; on one replica, and of `dtype`, they are as they should be, and FSDP2,
+            which would copy them and their gradients, leaves them alone.
         average: gradients are averaged over all ranks, as the Trainer wants, and ``parallelize(average=True)`` with it.
 
     Raises:
@@ -119,11 +120,14 @@ def shard_parameters(
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
     own: Any = model
     others = mesh.axes["data", "fsdp"] if mesh.axes.size(0) > 1 else mesh.axes["fsdp"]
-    for module in experts:
-        fully_shard(module, mesh=others, mp_policy=gathered, shard_placement_fn=lambda p: Shard(1))
+    there = {p for m in experts for p in m.parameters()}
+    if mesh.replicas > 1 or not all(dtype in (None, p.dtype) for p in there):
+        there = set()
+        for module in experts:
+            fully_shard(module, mesh=others, mp_policy=gathered, shard_placement_fn=lambda p: Shard(1))
     for block in own.blocks if blocks is None else blocks:
-        fully_shard(block, mesh=ranks, mp_policy=gathered)
-    fully_shard(model, mesh=ranks, mp_policy=gathered)
+        fully_shard(block, mesh=ranks, mp_policy=gathered, ignored_params=there)
+    fully_shard(model, mesh=ranks, mp_policy=gathered, ignored_params=there)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not average:
             module.set_gradient_divide_factor(1.0)

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks import script
 from benchmarks.large import bench, report
-from benchmarks.large.peak import Peak, at_peak
 from ring_la.errors import ArgumentError
 
 
@@ -69,37 +68,6 @@ def test_a_run_leaves_its_steps_and_what_it_is_about(ranks, tmp_path):
     assert (about["memory"]["offload"], about["documents"]) == (1, "balanced")
     steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     assert [report.line(step).split()[:2] for step in steps] == [["step", "1:"]]
-
-
-def event(action: str, addr: int, size: int, file: str = "") -> dict:
-    frames = [{"filename": "/torch/nn/functional.py", "line": 1, "name": "linear"}]
-    frames += [{"filename": file, "line": 7, "name": "forward"}] if file else []
-    return {"action": action, "addr": addr, "size": size << 30, "frames": frames}
-
-
-def test_what_is_alive_at_the_peak_is_named():
-    """A tensor freed before the peak is not there, nor one that comes after; what was there before may go."""
-    ours, theirs = str(Path(bench.ROOT, "ring_la/nn/moe.py")), "/site-packages/transformers/models/qwen.py"
-    events = [event("alloc", 1, 3, ours), event("free_requested", 1, 3), event("free_completed", 1, 3)]
-    events += [event("alloc", 1, 2, ours), event("free_completed", 9, 1), event("alloc", 2, 2, ours)]
-    events += [event("alloc", 3, 5, theirs), event("alloc", 4, 1), event("free_completed", 3, 5), event("alloc", 5, 4)]
-    found = at_peak(events, before=10 << 30)
-    assert (found["before"], found["peak"]) == (10, 19)
-    assert found["lines"] == [
-        ["qwen.py:7 forward", 1, 5],
-        ["moe.py:7 forward", 2, 4],
-        ["an operator's backward", 1, 1],
-    ]
-
-
-def test_nothing_is_recorded_without_a_gpu():
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    with Peak(optimizer, steps=2) as peak:
-        optimizer.step()
-    assert peak.left == 0
-    assert peak.found == {} or torch.cuda.is_available()
 
 
 def test_the_plan_of_a_shape_is_that_of_the_command():

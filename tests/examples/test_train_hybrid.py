@@ -383,7 +383,7 @@ def test_a_model_of_transformers_trains_alike_on_any_split(ranks, tmp_path):
 
 
 def test_a_mixture_goes_on_over_other_ranks_and_is_written_and_adapted(ranks, tmp_path):
-    """Experts over context ranks beside fsdp, then whole on each; written for Transformers; adapters alone."""
+    """Experts over context ranks beside fsdp, then over those alone; written for Transformers; adapters alone."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     load_file = pytest.importorskip("safetensors.torch").load_file
@@ -398,8 +398,7 @@ def test_a_mixture_goes_on_over_other_ranks_and_is_written_and_adapted(ranks, tm
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     ranks.run(4, train, arguments(a, **options, **spread, run__pretrained=out))
     shutil.copytree(a, b, ignore=shutil.ignore_patterns("step-00000002"))
-    grouped = {"parallel__attention": "ulysses", "parallel__head_groups": 2, "parallel__layout": "balanced"}
-    ranks.run(4, train, arguments(b, **options, **grouped, parallel__data=2))
+    ranks.run(4, train, arguments(b, **options, model__spread_experts=True, parallel__layout="balanced"))
     assert curve(b)[1] == curve(a)[1], "not done again"
     torch.testing.assert_close(torch.tensor(curve(b)[2]), torch.tensor(curve(a)[2]), rtol=1e-4, atol=0)
     weights = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
@@ -407,7 +406,8 @@ def test_a_mixture_goes_on_over_other_ranks_and_is_written_and_adapted(ranks, tm
     restore(a, restored)
     assert all(torch.equal(x, weights[name]) for name, x in restored.items())
     lora = options | {"model__transformers": out, "model__scratch": False, "model__lora": 2, "memory__offload": 1.0}
-    ranks.run(4, train, arguments(tmp_path / "c", **lora, run__pretrained=tmp_path / "adapters"))
+    lora |= {"parallel__attention": "ulysses", "parallel__head_groups": 2, "parallel__layout": "balanced"}
+    ranks.run(4, train, arguments(tmp_path / "c", **lora, parallel__data=2, run__pretrained=tmp_path / "adapters"))
     assert abs(curve(tmp_path / "c")[1][0] - curve(a)[2][0]) < 0.2
     assert "lora_A" in str(list(load_file(tmp_path / "adapters" / "adapter_model.safetensors")))
     stored = contents(next((tmp_path / "c" / "checkpoints").glob("step-00000002"))).state_dict_metadata

@@ -1,17 +1,23 @@
-"""Denoising steps of Diffusers as CUDA graphs: `pytest -m gpu tests/gpu/test_diffusers.py`.
+"""Diffusers' models and pipelines on GPUs: `pytest -m gpu tests/gpu/test_diffusers.py --gpu-ranks 4`.
 
-Tiny random transformers: replays give what eager split calls give, a weight that was replaced is seen, and inputs that
-differ among the ranks make the output NaN.
+whole     tiny random transformers split over the ranks, by the ring, Ulysses and both, give one GPU's output; a whole
+          pipeline of Flux (text of one rank, loop, decoder by rows) gives its image, eager, compiled and captured
+captured  replays of graphs give what eager split calls give, a weight that was replaced is seen, and inputs that
+          differ among the ranks make the output NaN
 """
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 pytest.importorskip("diffusers")
 
 import ring_la
+from benchmarks.diffusion.pipelines import flux
 from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
 from ring_la.integrations.diffusers import parallelize
 from tests.support import pool
@@ -19,6 +25,82 @@ from tests.support.attention_cases import error
 
 pytestmark = pytest.mark.gpu
 MASKED = "hunyuan_video"
+
+
+RANKS = (2, 3, 4)
+WAYS = ("auto", "ring", "ulysses", "usp")
+
+
+def enough(P: int, gpu_ranks) -> int:
+    """As many ranks, if there are."""
+    if gpu_ranks.size < P:
+        pytest.skip(f"needs {P} ranks (--gpu-ranks), {gpu_ranks.size} are here")
+    return P
+
+
+def split_by(way: str) -> ring_la.ContextParallel:
+    """All ranks; for both strategies on two axes."""
+    if way != "usp":
+        return ring_la.ContextParallel(pool.group(), scan="ring", attention=way, timeout=60)
+    mesh = DeviceMesh("cuda", torch.arange(4).view(2, 2), mesh_dim_names=("ring", "ulysses"))
+    return ring_la.ContextParallel(mesh["ring", "ulysses"], scan="ring", attention="usp", timeout=60)
+
+
+def check_whole(rank: int) -> dict[str, float]:
+    """Errors of every model's split output beside one GPU's."""
+    device, found = torch.device("cuda", torch.cuda.current_device()), {}
+    ways = {2: WAYS[:3], 3: WAYS[:2], 4: WAYS}[pool.group().size()]  # tiny models have four heads
+    groups = {way: split_by(way) for way in ways}
+    for name, shape in SHAPES.items():
+        inputs = draw_inputs(shape, shape.small, True, device, torch.bfloat16)
+        with torch.no_grad():
+            want = build(shape, None, True, device, torch.bfloat16)(**inputs, return_dict=False)[0].float()
+            for way in ways if shape.kernel else ways[:1]:
+                model = parallelize(build(shape, None, True, device, torch.bfloat16), groups[way])
+                found[f"{name}, {way}"] = error(model(**inputs, return_dict=False)[0].float(), want)
+    return found
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_split_models_are_those_of_one_gpu(P, gpu_ranks, record_property):
+    for found in gpu_ranks.run(enough(P, gpu_ranks), check_whole, timeout=240):
+        record_property("errors", str(found))
+        assert all(e < 2e-2 for e in found.values()), found
+
+
+def check_pipeline(rank: int) -> dict[str, float]:
+    """Errors of images of a split pipeline beside one GPU's, of two prompts."""
+    device, found = torch.device("cuda", torch.cuda.current_device()), {}
+    cp = ring_la.ContextParallel(pool.group(), scan="ring", timeout=60)
+
+    def images(pipe) -> list[torch.Tensor]:
+        pipe.set_progress_bar_config(disable=True)
+        how = dict(height=128, width=96, num_inference_steps=6, output_type="pt")
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            return [pipe(x, generator=torch.Generator().manual_seed(0), **how).images.float() for x in ("one", "two")]
+
+    made = functools.partial(flux, True, device, torch.float32)
+    want = images(made())
+    for way in ("eager", "graph", "compiled"):
+        pipe = made()
+        parallelize(pipe, cp, vae=True, text=True, capture=way == "graph")
+        if way == "compiled":
+            pipe.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+        found[way] = max(apart(x, y) for x, y in zip(images(pipe), want))
+    assert apart(want[0], want[1]) > 2e-3  # another prompt is seen
+    return found
+
+
+def apart(image: torch.Tensor, want: torch.Tensor) -> float:
+    """An error beside what there is to see: an image of random weights is grey."""
+    return float((image - want).norm() / (want - want.mean()).norm())
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_a_whole_pipeline_is_that_of_one_gpu(P, gpu_ranks, record_property):
+    for found in gpu_ranks.run(enough(P, gpu_ranks), check_pipeline, timeout=240):
+        record_property("errors", str(found))
+        assert all(e < 1e-3 for e in found.values()), found
 
 
 def check_captured(rank: int, name: str, keys_first: bool = False) -> dict[str, float]:

@@ -11,8 +11,8 @@ import ring_la
 
 pytestmark = pytest.mark.gpu
 
-LIMIT = 6e-3
-"""Relative error of bf16; by chunks of 64 tokens it is half of that."""
+LIMIT = 2.2e-3
+"""Relative error: outputs' own rounding to bf16 is 1.66e-3 of it. By chunks of 64 tokens it is up to 3.4e-3."""
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ring_la import ArgumentError
 from ring_la.models import HybridConfig, HybridLM, block
-from ring_la.nn import GatedDeltaNet, KimiDeltaAttention, LayerState, RMSNorm
+from ring_la.nn import Attention, GatedDeltaNet, KimiDeltaAttention, LayerState
 from ring_la.nn.parts import rotate
 from ring_la.serving import Engine, Hybrid, NoText
 from tests.support.interpreter import compute_bf16, interpreted
@@ -22,6 +22,7 @@ compute_bf16()
 
 from ring_la.kernels.tokens import products as of_rows  # noqa: E402
 from ring_la.kernels.tokens.gated_delta import Weights, fits, gated_delta_token  # noqa: E402
+from ring_la.kernels.tokens.products import PreNorm  # noqa: E402
 from ring_la.kernels.tokens.products_kernel import products  # noqa: E402
 from ring_la.keystore.turned_kernel import turned_and_written  # noqa: E402
 
@@ -51,15 +52,17 @@ def test_products_of_a_row(dtype, D):
 
 
 @pytest.mark.parametrize("N", [1, 3])
-def test_projections_of_some_rows(N):
+def test_projections_of_some_rows(N, monkeypatch):
     torch.manual_seed(0)
     x, norm = torch.randn(N, 48, device=DEVICE), torch.rand(48, device=DEVICE)
     with torch.no_grad():
         a, b, back = (torch.nn.Linear(i, o, bias=False, device=DEVICE) for i, o in ((48, 20), (48, 6), (10, 48)))
         y = F.rms_norm(x, (48,), norm, 1e-6)
-        assert apart(of_rows.normed_products(x, norm, 1e-6, [a, b]), torch.cat([a(y), b(y)], -1)) < 1e-6
+        monkeypatch.setattr(of_rows, "SMALL", 10)  # b's rows, and not a's
+        for got, want in zip(of_rows.normed_products(x, PreNorm(norm, 1e-6), [a, b]), (a(y), b(y)), strict=True):
+            assert apart(got, want) < 1e-6
         gate, up = a(y).chunk(2, -1)
-        inner = of_rows.normed_swiglu(x, norm, 1e-6, a)
+        inner = of_rows.normed_swiglu(x, PreNorm(norm, 1e-6), a)
         assert apart(inner, F.silu(gate) * up) < 1e-6
         assert apart(of_rows.added_product(x, inner, back), x + back(inner)) < 1e-6
 
@@ -78,7 +81,7 @@ def test_a_token_of_a_gated_delta_net(heads, K, V, W):
     with torch.no_grad():
         want = layer.double()(x.double(), state=before, output_state=True)
         layer.float()
-        assert fits(x, state.tail, state.recurrent)
+        assert fits(x, state.recurrent)
         weights = Weights(layer.conv.weight, layer.A_log, layer.dt_bias, layer.norm.weight)
         for t in range(3):
             y = [m(x[:, t]) for m in (layer.qkv_proj, layer.beta_proj, layer.decay_proj, layer.gate_proj)]
@@ -127,21 +130,30 @@ def served(asked: list[tuple[list[int], int]], batch: int) -> list[list[int]]:
 def test_a_model_s_tokens_are_those_of_its_layers(batch, monkeypatch):
     """Of one sequence and of two, a layer without such a way among the others."""
     asked = [([3, 4, 5], 6), ([7] * 9, 4)]
-    want, steps = served(asked, batch), []
+    want, steps, taken = served(asked, batch), [], []
 
     def step(x, layout=None, in_place=False, **others) -> bool:
         steps.append(in_place and x.shape[1] == 1)
         return steps[-1]
 
+    def noted(layer, x, norm, state):
+        out = token[type(layer)](layer, x, norm, state)
+        taken.extend([type(layer).__name__] if out is not None else [])
+        return out
+
+    token = {kind: kind.token for kind in (GatedDeltaNet, Attention)}
+    for kind in token:
+        monkeypatch.setattr(kind, "token", noted)
     monkeypatch.setattr(block, "one_token", step)
     assert served(asked, batch) == want
     assert sum(steps) >= 4 * 4
+    assert taken.count("GatedDeltaNet") == 2 * taken.count("Attention") == sum(steps) // 2
 
 
 def test_which_layers_have_such_a_way():
     """Of what would be another result without a word: other modules, dtypes, hooks, a recurrence by PyTorch."""
     torch.manual_seed(0)
-    norm, x = RMSNorm(32).to(DEVICE), torch.randn(1, 1, 32, device=DEVICE)
+    norm, x = PreNorm(torch.ones(32, device=DEVICE), 1e-6), torch.randn(1, 1, 32, device=DEVICE)
 
     def state() -> LayerState:
         return LayerState(torch.zeros(1, 2, 16, 16, device=DEVICE), torch.zeros(1, 96, 3, device=DEVICE))

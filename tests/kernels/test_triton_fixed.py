@@ -3,6 +3,8 @@ orders and cut elsewhere. On GPUs: tests/gpu/test_same_bits.py."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ interpreted()
 compute_bf16()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.fixed import weight  # noqa: E402
+from ring_la.kernels.fixed import library, weight  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
 from ring_la.kernels.fixed.weight import BlockPlaces, block_sums, largest_norms  # noqa: E402
@@ -37,6 +39,36 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(transposed, N):
     assert (whole.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
+@pytest.mark.parametrize("odd", ["nothing", "numbers of rows", "places of rows"])
+def test_a_library_is_asked_for_what_it_does_alike(odd, monkeypatch):
+    """A library that computes other numbers of rows otherwise is called with the fixed number alone; one that computes
+    rows by their places is not called."""
+    of, sizes = library._call, []
+
+    def called(x, w, bias, transposed):
+        sizes.append(len(x))
+        y = of(x.float(), w.float(), None if bias is None else bias.float(), transposed)
+        if odd == "numbers of rows" and len(x) not in (library.ROWS, library.LARGE[1]):
+            y = y * (1 + 2**-6)
+        if odd == "places of rows":
+            y = y * (1 + torch.arange(len(x))[:, None] % 2 * 2**-6)
+        return y.to(x.dtype)
+
+    monkeypatch.setattr(library, "_call", called)
+    monkeypatch.setattr(library, "_found", {})
+    x, w, bias = bf16(3000, 128), bf16(136, 128, seed=1), bf16(136, seed=2)
+    whole = library.library_product(x, w, bias, True)
+    if odd == "places of rows":
+        assert whole is None
+        return
+    sizes.clear()
+    assert torch.equal(library.library_product(x, w, bias, True), whole)
+    assert sizes == ([3000] if odd == "nothing" else [2048, 512, 512])
+    for rows in (slice(7, 8), slice(100, 700)):
+        assert torch.equal(library.library_product(x[rows].contiguous(), w, bias, True), whole[rows])
+    assert library.library_product(x, w[:64], None, True) is None
+
+
 def test_blocks_products_add_in_any_order(monkeypatch):
     """dW of ragged blocks, some of tiny numbers; its error is below what rounding it to bf16 makes of it."""
     dy, x = bf16(230, 32), bf16(230, 48, seed=1)
@@ -59,6 +91,53 @@ def test_blocks_products_add_in_any_order(monkeypatch):
     scale = torch.linalg.vector_norm(exact) / exact.numel() ** 0.5
     rounding = torch.linalg.vector_norm(exact.bfloat16().double() - exact) / exact.numel() ** 0.5
     assert torch.linalg.vector_norm(whole.double() - exact) / exact.numel() ** 0.5 <= rounding < 2**-8 * scale
+
+
+def test_as_many_blocks_as_go_together_do_not_overflow():
+    """Blocks' products just below their bound, as many as are added before the sum is read off."""
+    value = 2**-3 * 0.98828125  # 64 of it have a norm of 0.988, with the margin below 1
+    x = torch.full((weight.GROUP * 64, 16), value, device=HERE).bfloat16()
+    x[:, 1] *= -1
+    starts = torch.arange(0, len(x), 64, dtype=torch.int32, device=HERE)
+    places = torch.stack([starts, starts + 64], 1)
+    found, behind = largest_norms(x, x, places)
+    got = block_sums(x, x, BlockPlaces(places, places[:0]), found, found[behind:], torch.float32)
+    exact = x.double().T @ x.double()
+    assert (got.double() - exact).abs().max() <= weight.GROUP * 2**-16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs it itself")
+def test_blocks_products_in_one_launch_in_cuda(monkeypatch):
+    """`weight.cu` on a CPU: blocks in any order, in several launches and beside ragged ones have the same bits."""
+    from ring_la.kernels.fixed import weight_hopper
+    from tests.support.hopper import Emulated
+
+    dy, x = bf16(450, 136), bf16(450, 200, seed=1)
+    starts = torch.tensor([0, 64, 130, 194, 258, 322, 386], dtype=torch.int32)  # more than there are slots
+    places, short = torch.stack([starts, starts + 64], 1), torch.tensor([[128, 130]], dtype=torch.int32)
+    found, behind = largest_norms(dy, x, torch.cat([places, short]))
+
+    def sums(order, dtype=torch.float32):
+        return block_sums(dy, x, BlockPlaces(places[order].contiguous(), short), found, found[behind:], dtype)
+
+    by_triton = sums([0, 1, 2, 3, 4, 5, 6])
+    made = functools.cache(lambda *how, of=weight_hopper.kernel: Emulated(of(*how), seed=1))
+    for module, name, value in (
+        (weight_hopper, "kernel", made),
+        (weight_hopper, "programs", lambda device: 2),
+        (weight_hopper, "reason_against", lambda dy, x: ""),
+        (weight, "BY_CUDA", True),
+    ):
+        monkeypatch.setattr(module, name, value)
+    whole = sums([0, 1, 2, 3, 4, 5, 6])
+    monkeypatch.setattr(weight, "GROUP", 4)
+    assert torch.equal(sums([5, 6, 3, 1, 0, 4, 2]), whole)
+    assert torch.equal(sums([0, 1, 2, 3, 4, 6, 5], torch.float64).float(), whole)
+    assert torch.equal(sums([0, 2, 1, 3, 4, 5, 6], torch.bfloat16), whole.bfloat16())
+    grid = 2.0**-15 * found[:136, None].double() * 2 * found[behind:].double() * 2
+    assert ((whole - by_triton).abs() <= grid).all()
+    exact = dy.double().T @ x.double()
+    assert ((whole.double() - exact).abs() <= 8 * grid).all()
 
 
 def test_columns_add_in_any_order():

@@ -27,7 +27,7 @@ from ring_la.serving import Bytes, Ended, Engine, Event, Failed, NoText
 from ring_la.serving.load import load, vocabulary
 from ring_la.serving.model import Served, rehearse
 from ring_la.serving.static import StaticBatch
-from tests.serving.test_engine import LONG, Asked
+from tests.serving.engines import LONG, Asked
 from tests.support.pool import group
 from tests.support.transformers_models import CASES, SMALL, VOCABULARY
 

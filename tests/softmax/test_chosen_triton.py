@@ -29,12 +29,18 @@ def test_kernels_are_the_loop(feature, backend, monkeypatch):
     assert all(e < 2e-5 for e in errors.values()), errors
 
 
-def test_index_scores_are_those_of_pytorch():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_index_scores_are_those_of_pytorch(dtype, monkeypatch):
+    """Of 16-bit numbers queries stay and keys go by."""
+    from ring_la.indexers import scores_kernel
     from ring_la.indexers.lightning import index_scores
     from ring_la.indexers.scores_kernel import scores
 
+    monkeypatch.setitem(scores_kernel.SPAN, "BN", 16)
+    monkeypatch.setitem(scores_kernel.SPAN, "SPAN", 3)
     rng = torch.Generator().manual_seed(0)
     q, k, w = (torch.randn(*shape, generator=rng) for shape in ((2, 70, 3, 20), (2, 140, 20), (2, 70, 3)))
+    q, k = q.to(dtype), k.to(dtype)
     tokens, starts = torch.arange(100, 170), torch.where(torch.arange(70) < 20, 0, 120)
     for first in (0, 90, 200):
         got, want = (f(q, k, w, tokens, starts, first) for f in (scores, index_scores))

@@ -61,6 +61,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared.of(self.data.permute(order))
 
+    def store(self, x: Tensor) -> None:
+        self.data.copy_(x)
+
     def load(self, layout: Any) -> Value:
         return value(self.data.clone())
 
@@ -87,7 +90,10 @@ def wait(outstanding: int, deps: list) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def scan(x: Tensor, axis: int, combine: Any, reverse: bool = False) -> Value:
+def scan(x: Any, axis: int, combine: Any, reverse: bool = False) -> Any:
+    """Of one or of several, which are all sums."""
+    if isinstance(x, tuple):
+        return tuple(scan(part, axis, combine, reverse) for part in x)
     return value(x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis))
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+import ring_la
+from ring_la.blockwise import switch
 from ring_la.models import HybridConfig, HybridLM
+from ring_la.training import sum_gradients
+from tests.support.pool import group
 
 LAYERS = ["gdn", "kda", "mamba2", "rwkv7", "gla", "attention"]
 PACKED = (0, 70, 71, 170)
@@ -42,3 +49,73 @@ def tokens(*lengths: int, seed: int = 1) -> list[Tensor]:
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [n for n in one | other if not torch.equal(one[n], other[n])]
+
+
+class Run(NamedTuple):
+    """How one step is made: on `P` ranks, documents in an order, packed or (of one length) as rows of a batch."""
+
+    P: int = 1
+    kind: str = "contiguous"
+    order: tuple[int, ...] = (0, 1, 2)
+    way: str = "eager"
+    rows: bool = False
+    transport: str = "torch"
+
+
+def step_of(
+    rank: int, run: Run, layers: list[str], dtype: torch.dtype, at_once: bool, lengths: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """The loss and all gradients of a step; the loss and each document's logits without gradients."""
+    before, switch.ON_GPUS = switch.ON_GPUS, at_once
+    try:
+        return _step(run, layers, dtype, lengths)
+    finally:
+        switch.ON_GPUS = before
+
+
+def _step(run: Run, layers: list[str], dtype: torch.dtype, lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    cp = ring_la.ContextParallel(group(run.P), deterministic=True, transport=run.transport)
+    m, documents = model(layers).to(cp.device, dtype), tokens(*lengths)
+    if run.rows:
+        layout, ids = cp.layout(lengths[0], run.kind), torch.stack([documents[i] for i in run.order])
+    else:
+        cu = [0]
+        for i in run.order:
+            cu.append(cu[-1] + lengths[i])
+        layout = cp.layout(cu[-1], run.kind, cu_seqlens=tuple(cu))
+        ids = torch.cat([documents[i] for i in run.order])[None]
+    mine = layout.shard(ids.to(cp.device))
+
+    def step(ids: Tensor) -> Tensor:
+        loss = m.loss(ids, layout=layout)
+        loss.backward()
+        return loss.detach()
+
+    loss = _made(step, mine, m, run.way, layout)
+    sum_gradients(m.parameters(), cp)
+    out = {"loss": cp.comm.all_reduce(loss).wait()} | {n: p.grad for n, p in m.named_parameters()}
+    with torch.no_grad():
+        out["loss without gradients"] = cp.comm.all_reduce(m.loss(mine, layout=layout)).wait()
+        logits = layout.gather(m(mine, layout=layout).logits).flatten(0, 1).split([lengths[i] for i in run.order])
+    out |= {f"logits {i}": x for i, x in zip(run.order, logits)}
+    return {n: t.cpu() for n, t in out.items()}
+
+
+def _made(
+    step: Callable[[Tensor], Tensor], ids: Tensor, m: HybridLM, way: str, layout: ring_la.ShardedLayout
+) -> Tensor:
+    """The loss, the gradients in the parameters."""
+    if way == "eager":
+        return step(ids)
+    if way == "compiled":
+        torch._dynamo.reset()  # ranks have compiled as much before, or one gives up where others go on
+        loss = torch.compile(m.loss)(ids, layout=layout)
+        loss.backward()
+        return loss.detach()
+    step(ids)  # what is made once is made before
+    call = ring_la.capture(step, layout.cp)
+    for _ in range(5):
+        for p in m.parameters():
+            p.grad.zero_()
+        loss = call(ids)
+    return loss

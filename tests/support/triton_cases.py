@@ -32,6 +32,7 @@ class Case:
     gate: bool = True  # the decay's gradient is wanted
     static: bool = False  # a scalar decay is the same at every token
     strong: bool = False  # what additive writes write is multiplied by β
+    skips: bool = False  # and some of v passes by
     bulk: bool = False  # tensors go by descriptor, however small
     gluon: bool = True  # kernels in Gluon are used where there are any
     waves: int = 0  # programs wanted in a pass over segments; 0: as for large inputs, so segments of one chunk
@@ -55,6 +56,8 @@ class Case:
         if beta is not None:
             beta[:, 3::7] = 0  # its gradient is not
         a = b = None
+        if self.skips:
+            a = torch.rand(self.H, device=device).expand(*bt, self.H)
         if write == "dplr":
             a = unit(*bt, self.H, self.K)
             b = -a * torch.rand(*bt, self.H, 1, device=device)
@@ -63,7 +66,7 @@ class Case:
         q, k = unit(*bt, self.Hk, self.K), unit(*bt, self.Hk, self.K)
         v = torch.randn(*bt, self.H, self.V, device=device)
         raw = Inputs(q, k, v, g, beta, a, b)
-        wide = ("g", "beta") if self.strong else ("g",)
+        wide = ("g", "beta", "a") if self.strong else ("g",)
         return Inputs(
             *(None if x is None else x.to(torch.float32 if n in wide else self.dtype) for n, x in raw._asdict().items())
         )
@@ -92,7 +95,9 @@ def token_loop(rule: Rule, x: Inputs, S0: Tensor | None, scale: float, cu: tuple
             if rule.write == "dplr":
                 decayed = decayed + x.b[:, t, :, :, None] * (S * x.a[:, t, :, :, None]).sum(-2)[..., None, :]
             S = decayed + k[:, t, :, :, None] * write[..., None, :]
-            outs.append((S * q[:, t, :, :, None]).sum(-2) * scale)
+            o = (S * q[:, t, :, :, None]).sum(-2) * scale
+            skips = rule.write == "additive" and x.a is not None
+            outs.append(o + x.a[:, t, :, None] * x.v[:, t] if skips else o)
         ends.append(S)
     return torch.stack(outs, 1), torch.stack(ends, 1)
 

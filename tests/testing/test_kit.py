@@ -10,6 +10,7 @@ import torch
 
 import ring_la
 from ring_la.testing import Call, Subject, judge
+from ring_la.testing.processes import Processes
 from ring_la.testing.rank import RankAnswer
 from tests.support.pool import group
 from tests.testing import planted
@@ -146,6 +147,21 @@ def test_a_refusal_of_all_ranks_is_no_fault_and_one_of_a_single_rank_is(ranks):
 
 
 @pytest.mark.distributed
+def test_ranks_share_a_gpu_where_that_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in ("cuda", "cuda:0"):
+        Processes(1, device)
+    Processes(4, "cuda:0")
+    for size, device, words in (
+        (2, "cuda", 'size: expected at most 1, the number of GPUs, got 2. With device="cuda:0" ranks share a GPU'),
+        (2, "cuda:1", "device: expected one of cpu, cuda, cuda:0, got 'cuda:1'"),
+        (2, "mps", "device: expected one of cpu, cuda, cuda:0, got 'mps'"),
+    ):
+        with pytest.raises(ring_la.ArgumentError) as caught:
+            Processes(size, device)
+        assert str(caught.value) == words
+
+
 def test_ranks_that_hang_or_die_are_told_apart():
     """In the kit's own processes."""
     hangs, dies = failing("hangs"), failing("dies")

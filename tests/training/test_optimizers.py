@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,15 @@ def test_the_kinds_are_checked():
     if importlib.util.find_spec("torchao") is None:
         with pytest.raises(UnsupportedError, match=r"ring_la\[low-memory\]"):
             adamw("adamw8bit", [torch.nn.Parameter(torch.zeros(1))])
+
+
+def test_on_cuda_it_is_the_fused_one(monkeypatch):
+    """Unless the caller says which; elsewhere PyTorch decides."""
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **options: options)
+    there, here = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+    assert adamw("adamw", [{"params": [there]}, {"params": [there, there]}], lr=1.0) == {"lr": 1.0, "fused": True}
+    assert adamw("adamw", [there], foreach=True) == {"foreach": True}
+    assert adamw("adamw", iter([there, here])) == {}
 
 
 def sharded(rank: int, kind: str) -> tuple[float, float]:

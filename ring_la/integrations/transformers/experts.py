@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ArgumentError, UnsupportedError
 from ...grouped_gemm import grouped_gemm
+from ...kernels.fused.swiglu import swiglu
 from ...nn.expert_ranks import ExpertRanks
 
 
@@ -90,9 +91,14 @@ class ExpertProducts:
     def __call__(self, x: Tensor, sizes: Tensor) -> Tensor:
         e = self.experts
         h = self._linear(x, sizes, "gate_up_proj" if e.has_gate else "up_proj")
-        h = e._apply_gate(h) if e.has_gate else e.act_fn(h)
+        h = self._gated(h) if e.has_gate else e.act_fn(h)
         y = self._linear(h, sizes, "down_proj")
         return e.post_expert_norm(y) if getattr(e, "has_post_expert_norm", False) else y
+
+    def _gated(self, h: Tensor) -> Tensor:
+        e = self.experts
+        usual, silu = type(e)._apply_gate.__name__ == "_default_apply_gate", ("SiLU", "SiLUActivation")
+        return swiglu(h) if usual and type(e.act_fn).__name__ in silu else e._apply_gate(h)
 
     def _linear(self, x: Tensor, sizes: Tensor, name: str) -> Tensor:
         weight = _local(getattr(self.experts, name)).to(x.dtype)

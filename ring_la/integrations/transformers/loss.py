@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...autograd import traced
 from ...comm import Group
 from ...context import ContextRanks, ShardedLayout
 from ...context.handle import found
 from ...errors import DisagreementError
+from ...kernels.fused.operator import fused
+from ...models.loss import losses_of
 
 if TYPE_CHECKING:
     from .call import ModelCall
@@ -24,11 +27,19 @@ def cross_entropy(call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
     """
     targets = call.targets
     labels = targets.labels if call.head is None else targets.labels[:, call.head.chunk]
-    logits, labels = logits.float().reshape(-1, vocab_size), labels.reshape(-1).to(logits.device)
-    part = F.cross_entropy(logits, labels, ignore_index=targets.ignore_index, reduction="sum") / targets.divisor
+    logits, labels = logits.reshape(-1, vocab_size), labels.reshape(-1).to(logits.device)
+    part = sum_of_losses(logits, labels, targets.ignore_index) / targets.divisor
     if call.layout is None or call.head_only:
         return part
     return whole_loss(part, call.layout.cp, call.fingerprint)
+
+
+def sum_of_losses(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """The sum of the cross-entropies of ``logits [N, V]``, fp32; on CUDA by the kernel that makes the gradient beside
+    them, in logits' dtype: neither exists in fp32."""
+    if fused(logits) and not traced(logits):
+        return losses_of(logits, labels, ignored).sum()
+    return F.cross_entropy(logits.float(), labels, ignore_index=ignored, reduction="sum")
 
 
 ROWS = (

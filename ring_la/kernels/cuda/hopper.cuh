@@ -12,6 +12,11 @@ typedef unsigned short u16;
 
 // -- numbers -------------------------------------------------------------------------------------------------------
 
+INLINE int program() {  // its number
+  int x;
+  asm("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
 INLINE int uniform(int x) { return __shfl_sync(~0u, x, 0); }  // tells the compiler that a warp agrees
 INLINE float from_half(u16 x) {
   float y;
@@ -92,6 +97,8 @@ INLINE void stg128_if(void* p, const u32* x, bool live) {
 INLINE void cp16(u32 to, const void* from, bool live) {  // 16 bytes beside the computation; zeros where not live
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
+INLINE void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> INLINE void cp_wait_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }  // for all but the last N
 INLINE void cp_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 INLINE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // before wgmma reads stores
 
@@ -176,6 +183,8 @@ template <bool FP16 = false> INLINE void mma(float* c, const u32* a, u32 b0, u32
 #define F64(x) F4(x[0]), F4(x[1]), F4(x[2]), F4(x[3]), F4(x[4]), F4(x[5]), F4(x[6]), F4(x[7]), F4(x[8]), F4(x[9]), \
                F4(x[10]), F4(x[11]), F4(x[12]), F4(x[13]), F4(x[14]), F4(x[15])
 
+#define F96(x) F64(x), F4(x[16]), F4(x[17]), F4(x[18]), F4(x[19]), F4(x[20]), F4(x[21]), F4(x[22]), F4(x[23])
+
 INLINE void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait for what was committed (`wg_wait`). Registers are named behind the wait (`wg_settled`), so that nothing reads them before it.
@@ -183,6 +192,7 @@ INLINE void wg_settled(float (&d)[8]) { asm volatile("" : F8(d)::"memory"); }
 INLINE void wg_settled(float (&d)[16]) { asm volatile("" : F16(d)::"memory"); }
 INLINE void wg_settled(float (&d)[32]) { asm volatile("" : F32(d)::"memory"); }
 INLINE void wg_settled(float (&d)[16][4]) { asm volatile("" : F64(d)::"memory"); }
+INLINE void wg_settled(float (&d)[24][4]) { asm volatile("" : F96(d)::"memory"); }
 template <class Registers> INLINE void wg_wait(Registers& d) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   wg_settled(d);
@@ -254,6 +264,20 @@ template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], u64 a, u64 b, i
 template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) {
   if constexpr (FP16) WGMMA64_SHARED("f16");
   else WGMMA64_SHARED("bf16");
+}
+// d [64, 192] = a [64, 16] b [16, 192] (`more`: + d); a stored [k][m], b [k][n], both in shared memory
+#define WGMMA192_SHARED(TYPE)                                                                                         \
+  asm volatile(                                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"\
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"\
+      "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,"\
+      "%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}, "              \
+      "%96, %97, p, 1, 1, 1, 1;\n}"                                                                                   \
+      : F96(d) : "l"(a), "l"(b), "r"(more))
+template <bool FP16 = false> INLINE void wgmma192(float (&d)[24][4], u64 a, u64 b, int more) {
+  if constexpr (FP16) WGMMA192_SHARED("f16");
+  else WGMMA192_SHARED("bf16");
 }
 // Of an operand in shared memory with 128-byte swizzle: bytes between its parts (PTX ISA, matrix descriptor format).
 INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.fixed.library import library_product
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 
 ROWS, TALL = 128, 8
 """Rows of a tile, and tiles one below the other that are computed together."""
+BY_LIBRARY = True
+"""Whether cuBLAS may make products that `library` has checked."""
 BY_DESCRIPTOR = True
 """Whether tiles come by descriptor where widths are multiples of 16, here and in `weight`."""
 DESCRIBED = (128, 256, 64, 4)
@@ -94,6 +98,10 @@ def row_product(x: Tensor, w: Tensor, bias: Tensor | None = None, *, transposed:
     rows = x.numel() // K if K else 0
     if not rows:
         return y
+    if BY_LIBRARY and w.is_cuda and torch.version.hip is None:
+        made = library_product(x.view(rows, K), w, None if bias is None else aligned(bias), transposed)
+        if made is not None:
+            return made.view(y.shape)
     described = BY_DESCRIPTOR and N > 64 and N % 16 == K % 16 == 0  # by the weight alone, never by the number of rows
     bm, bn, bk, stages = DESCRIBED if described else (ROWS, *COLUMNS[transposed])
     bn, un, uk = bn if N > 64 else 64, unit_of(N), unit_of(K)

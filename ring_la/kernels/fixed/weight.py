@@ -5,7 +5,7 @@ grid and nothing else is ever rounded: the last bit of P is set, so that it neve
 sum's own bits cannot decide (Demmel and Nguyen 2015, "Parallel reproducible summation"). By Cauchy and Schwarz P is
 below the product of its columns' norms; the largest norm of any block on any rank decides the grid:
 
-    grid[n, k] = 2⁻¹⁵ · above_y[n] · above_x[k],      at most 64 blocks before the sum is read off.
+    grid[n, k] = 2⁻¹⁵ · above_y[n] · above_x[k],      at most 128 blocks before the sum is read off.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.fixed import weight_hopper
 from ring_la.kernels.fixed.grid import power_above
 from ring_la.kernels.fixed.product import BY_DESCRIPTOR, unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.spans.table import cdiv
 
-BLOCK, GROUP = 64, 64
+BLOCK, GROUP = 64, 128
 """Tokens of a block, and blocks that are added before the sum is read off."""
 TILE, WIDE = (64, 128), 128
 """Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor; columns of a program for norms."""
+BY_CUDA = False
+"""Whether `weight_hopper` makes sums over full blocks where it can."""
 DESCRIBED = 64, 128
 """Of dW where tiles come by descriptor."""
 START = 1.5 * 2**8
@@ -158,17 +161,28 @@ def block_sums(
     kept = dtype
     if len(of) > 1 and dtype not in (torch.float32, torch.float64):
         kept = torch.float32 if len(places) <= FEW else torch.float64
-    out, un, uk = dy.new_empty(N, K, dtype=kept), unit_of(N), unit_of(K)
+    out, by_cuda = dy.new_empty(N, K, dtype=kept), BY_CUDA and not weight_hopper.reason_against(dy, x)
     for i, some in enumerate(of):
-        described = BY_DESCRIPTOR and i * GROUP < len(places.full) and N % 16 == K % 16 == 0
-        (bn, bk), stages = (DESCRIBED, 5) if described else (TILE, 7)
-        given = (_by_block(dy, bn), _by_block(x, bk)) if described else (dy, x)
-        launch(
-            described_weight_kernel if described else weight_kernel, (cdiv(N, bn) * cdiv(K, bk),), *given, some,
-            norms_y, norms_x, out, len(some), N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=bn, BK=bk, START=START,
-            ADD=i > 0, PREC="ieee", num_warps=4, num_stages=stages,  # of which places take some
-        )  # fmt: skip
+        full = i * GROUP < len(places.full)
+        add = weight_hopper.add_blocks if full and by_cuda else _add_blocks
+        add(dy, x, some, norms_y, norms_x, out, i > 0, full)
     return out if kept == dtype else out.to(torch.float32).to(dtype)
+
+
+def _add_blocks(
+    dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, out: Tensor, add: bool, full: bool
+) -> None:
+    """At most GROUP blocks, all of them `full` or not; `add`: to what is there."""
+    N, K = out.shape
+    un, uk = unit_of(N), unit_of(K)
+    described = BY_DESCRIPTOR and full and N % 16 == K % 16 == 0
+    (bn, bk), stages = (DESCRIBED, 5) if described else (TILE, 7)
+    given = (_by_block(dy, bn), _by_block(x, bk)) if described else (dy, x)
+    launch(
+        described_weight_kernel if described else weight_kernel, (cdiv(N, bn) * cdiv(K, bk),), *given, places,
+        norms_y, norms_x, out, len(places), N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=bn, BK=bk, START=START,
+        ADD=add, PREC="ieee", num_warps=4, num_stages=stages,  # of which places take some
+    )  # fmt: skip
 
 
 def _by_block(x: Tensor, columns: int) -> TensorDescriptor:

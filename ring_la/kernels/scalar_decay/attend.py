@@ -49,17 +49,18 @@ def _both(a, b, c, d):
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, F, entering, O, leaving, states, W, sums, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N, LENGTH,
-    scale, H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
-    BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr,
-    STRONG: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr,
-    KEEP: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    X, Y, Z, F, SKIPPED, entering, O, leaving, states, W, sums, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N,
+    LENGTH, scale, H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr,
+    DZ: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr,
+    STRONG: tl.constexpr, SKIP: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr,
+    LEAVE: tl.constexpr, KEEP: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr, BULK: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """The operation above for one span and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
 
     LEAVE stores the scan's last state, KEEP that before each chunk, `states` [B, NC, H, DX, DZ]. STATIC: every token of
-    a head has the same log-decay, F [H] (of any dtype). STRONG: in o's pass, by token, z comes times β. W has z's
+    a head has the same log-decay, F [H] (of any dtype). STRONG: in o's pass, by token, z comes times β; SKIP: and times
+    SKIPPED [H] is added to o. W has z's
     heads. SUMS (without a decay): `sums` [B, NS, H, DZ, DX] = scale Σ w xᵀ of each span, zeros for a piece's first: in
     dq's pass, with q for w, what spans add to the state's gradient; out is no descriptor then, since its staging would
     not fit beside three chunks. DOTS (with GATED): DOT [NZ, B, H, T] = out·W by token; forward also STATE_DOT, the part
@@ -106,6 +107,8 @@ def attend_kernel(
     sees = t[:, None] <= t[None, :] if REVERSE else t[:, None] >= t[None, :]  # [i, j]
     one = tl.where(left > 0, 1.0, 0.0)  # a factor the compiler does not know, or it would chain the two products
     gc = 0.0
+    if SKIP:
+        skip = tl.load(SKIPPED + h).to(tl.float32)
     reach = tl.zeros([C], tl.float32)  # what is left of the state's part at each token
     if STATIC:
         rate = tl.load(F + h).to(tl.float32) * 1.4426950408889634
@@ -181,6 +184,8 @@ def attend_kernel(
             tl.store(DOT + token, dot, t < left - c)
         else:
             o += inner
+        if SKIP:
+            o += z.to(tl.float32) * skip
         if BULK and not SUMS:
             O.store([ro + c, co + iz * BZ], o.to(x.dtype))
         else:
@@ -248,15 +253,15 @@ def attend(
     launch(
         attend_kernel, (cdiv(dz, block) * spans.count, plan.rows),
         *filled(
-            tiles(plan, x, wide), tiles(plan, y, wide), tiles(plan, z, block), gates.read, entering,
+            tiles(plan, x, wide), tiles(plan, y, wide), tiles(plan, z, block), gates.read, gates.skip, entering,
             tiles(plan, out, block, not summed), left.leaving, state_tiles(plan, left.states, wide, block), w, sums,
             *(dots[1:] if dots is not None else (None,) * 5),
         ),
         spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale, HX=x.shape[2],
         HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block, GATED=gates.present, STATIC=gates.constant,
-        STRONG=gates.strong, REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=entering is not None,
-        LEAVE=left.leaving is not None, KEEP=left.states is not None, SUMS=summed, DOTS=dots is not None,
-        **shared_constants(plan), **how.options,
+        STRONG=gates.strong, SKIP=gates.skip is not None, REVERSE=reverse, TRANSPOSED=transposed,
+        HAS_STATE=entering is not None, LEAVE=left.leaving is not None, KEEP=left.states is not None, SUMS=summed,
+        DOTS=dots is not None, **shared_constants(plan), **how.options,
     )  # fmt: skip
 
 

@@ -31,12 +31,13 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def additive_gradient_kernel(
-    q, k, v, do, F, states, adjoints, dq_, dk_, dv_, dg_, db_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STATIC: tl.constexpr,
-    STRONG: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, v, do, F, SKIPPED, states, adjoints, dq_, dk_, dv_, dg_, db_, da_, table, T, NC, scale, H: tl.constexpr,
+    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    STATIC: tl.constexpr, STRONG: tl.constexpr, SKIP: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BK key channels a step. `states` and `adjoints` [B, NC, H, K, V] are S and R of every chunk; dg
-    [B, T, H]. F and STATIC as for `attend.attend_kernel`. STRONG: v comes times β, whose gradient is db [B, T, H]."""
+    [B, T, H]. F and STATIC as for `attend.attend_kernel`. STRONG: v comes times β, whose gradient is db [B, T, H];
+    SKIP: and times SKIPPED [H], whose gradient by token is da [B, T, H], it is added to the output."""
     s = tl.program_id(0) // H  # the heads of a chunk side by side, as they lie in memory
     h = tl.program_id(0) % H
     b = tl.program_id(1)
@@ -66,6 +67,9 @@ def additive_gradient_kernel(
     seen = t[:, None] >= t[None, :]  # [i, j]
     sees = t[:, None] <= t[None, :]  # [j, i]
     A = tl.dot(w, tl.trans(z), input_precision=PREC)
+    if SKIP:
+        da = tl.sum(tl.where(t[:, None] == t[None, :], A, 0.0), 1)
+        tl.store(da_ + (b.to(tl.int64) * T + start + t) * H + h, da, t < n)
     A *= tl.exp2(tl.where(seen, g[:, None] - g[None, :], float("-inf"))) * scale
     if STRONG:
         step = tl.load(f + 3 * C + t)
@@ -108,6 +112,8 @@ def additive_gradient_kernel(
     P *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf"))) * scale
     dv *= reach[:, None]
     dv += tl.dot(((P * step[:, None]) if STRONG else P).to(z.dtype), w, input_precision=PREC)
+    if SKIP:
+        dv += w.to(tl.float32) * tl.load(SKIPPED + h).to(tl.float32)
     put(head(dv_, b, start, h, T, H, H, V), dv, t, n, e, H * V, V)
     pairs = P * tl.dot(z, tl.trans(w), tl.zeros([C, C], tl.float32) + nought, input_precision=PREC)
     if STRONG:
@@ -128,29 +134,39 @@ def chunk_gradients(
     how, (B, T, H, HK, K, V) = plan.pick(ADDITIVE_GRADIENT), plan.sizes
     dv, dg = plan.tokens(V), plan.new(B, T, H)
     db = plan.new(B, T, H) if gates.strong else None
+    da = None if gates.skip is None else plan.new(B, T, H)
     paired = not gates.constant and by_pairs(plan)
     dq, dk = (plan.new(B, T, H // 2 if paired else H, K, dtype=plan.dtype) for _ in range(2))
-    read, rest = (*inputs.qkv, do, gates.read, states, adjoints), (plan.chunks.table, T, plan.chunk_count, plan.scale)
-    args = (*read, dq, dk, dv, dg, *rest)
+    read, rest = (*inputs.qkv, do, gates.read), (plan.chunks.table, T, plan.chunk_count, plan.scale)
+    args = (*filled(*read, gates.skip, states, adjoints, dq, dk, dv, dg, db, da), *rest)
+    strong = dict(STRONG=gates.strong, SKIP=gates.skip is not None)
     shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
     if paired:
-        from ring_la.kernels.scalar_decay.paired_gradients_hopper import paired_gradient_kernel
-
         launch(
-            paired_gradient_kernel, (plan.chunk_count * (H // 2), B), *read, *filled(dq, dk, dv, dg, db), *rest, H=H,
-            HK=HK, C=plan.chunk, VARLEN=plan.packed, STRONG=gates.strong, num_warps=4,
+            paired_kernel(), (plan.chunk_count * (H // 2), B), *args, H=H, HK=HK, C=plan.chunk,
+            VARLEN=plan.packed, **strong, num_warps=4,
         )  # fmt: skip
     elif not (gates.constant or gates.strong) and plan.gluon:
         from ring_la.kernels.scalar_decay.chunk_gradients_hopper import additive_gradient_hopper_kernel
 
+        args = (*read, states, adjoints, dq, dk, dv, dg, *rest)
         launch(additive_gradient_hopper_kernel, (plan.chunk_count * H, B), *args, **shape, num_warps=4)
     else:
         launch(
-            additive_gradient_kernel, (plan.chunk_count * H, B), *read, *filled(dq, dk, dv, dg, db), *rest, **shape,
-            BK=how.block, BV=columns(V), STATIC=gates.constant, STRONG=gates.strong, PREC=plan.precision,
-            **how.options,
+            additive_gradient_kernel, (plan.chunk_count * H, B), *args, **shape, BK=how.block, BV=columns(V),
+            STATIC=gates.constant, **strong, PREC=plan.precision, **how.options,
         )  # fmt: skip
-    return Inputs(dq, dk, dv, dg, db)
+    return Inputs(dq, dk, dv, dg, db, da)
+
+
+def paired_kernel() -> Any:
+    if table.LEAN:
+        from ring_la.kernels.scalar_decay.paired_gradients_lean_hopper import paired_gradient_lean_kernel
+
+        return paired_gradient_lean_kernel
+    from ring_la.kernels.scalar_decay.paired_gradients_hopper import paired_gradient_kernel
+
+    return paired_gradient_kernel
 
 
 def by_pairs(plan: SpanPlan) -> bool:

@@ -51,11 +51,13 @@ def constant(rate, scale, n, t):
 
 class Gates(NamedTuple):
     """What passes read of a scalar decay: its factors by token (see `triton.gates`) or, if it is `constant`, that of
-    each head; None: there is no decay. `strong`: what is written is multiplied by β, which the factors have."""
+    each head; None: there is no decay. `strong`: what is written is multiplied by β, which the factors have. `skip`:
+    what v is added to the output times [H]."""
 
     read: Tensor | None = None
     constant: bool = False
     strong: bool = False
+    skip: Tensor | None = None
 
     @property
     def present(self) -> bool:
@@ -79,7 +81,7 @@ def by_token(plan: SpanPlan, inputs: Inputs, factors: Tensor | None = None) -> G
             chunks.count, plan.scale, H=H, C=plan.chunk, BH=block, STATIC=plan.by_head,
             STRONG=inputs.beta is not None, VARLEN=plan.packed, num_warps=4,
         )  # fmt: skip
-    return Gates(factors, strong=inputs.beta is not None)
+    return Gates(factors, strong=inputs.beta is not None, skip=inputs.a)
 
 
 def columns(D: int) -> int:

@@ -84,8 +84,8 @@ def gate_gradient(dg, reads, writes, through, t, n, H: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def paired_gradient_kernel(
-    q, k, v, do, F, states, adjoints, dq_, dk_, dv_, dg_, db_, table, T, NC, scale, H: gl.constexpr,
-    HK: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr, STRONG: gl.constexpr,
+    q, k, v, do, F, SKIPPED, states, adjoints, dq_, dk_, dv_, dg_, db_, da_, table, T, NC, scale, H: gl.constexpr,
+    HK: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr, STRONG: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """One chunk of C = 64 tokens of two heads, K 128 and V 64, 4 warps; arguments as for `additive_gradient_kernel`,
     dq and dk [B, T, H / 2, K]."""
@@ -153,11 +153,18 @@ def paired_gradient_kernel(
         step2 = gl.load(f + 7 * C + row)
         decay *= gl.load(f + 3 * C + column)[None, :]
     A = warpgroup_mma_wait(1, deps=[A])
+    t = gl.arange(0, C, FLAT)
+    if SKIP:
+        same = row[:, None] == column[None, :]
+        da_ += token * H + h
+        gl.store(da_ + t * H, by_token(gl.where(same, A, 0.0), FLAT), mask=t < n)
     A = A * decay
     decay = weights(past, g_row2[:, None] - g_column2[None, :]) * scale
     if STRONG:
         decay *= gl.load(f + 7 * C + column)[None, :]
     A2 = warpgroup_mma_wait(0, deps=[A2])
+    if SKIP:
+        gl.store(da_ + t * H + 1, by_token(gl.where(same, A2, 0.0), FLAT), mask=t < n)
     A = gl.convert_layout((A + A2 * decay).to(kind), LEFT)
 
     arrived(2)
@@ -210,6 +217,9 @@ def paired_gradient_kernel(
     dv2 = warpgroup_mma_wait(1, deps=[dv2])
     dv2 = warpgroup_mma(P2, w.index(1), dv2 * reach2[:, None], is_async=True)
     dv, dv2 = warpgroup_mma_wait(0, deps=[dv, dv2])
+    if SKIP:
+        dv += widened(w.index(0).load(TILE)) * gl.load(SKIPPED + h).to(gl.float32)
+        dv2 += widened(w.index(1).load(TILE)) * gl.load(SKIPPED + h + 1).to(gl.float32)
     dv_ += (token * H + h) * D
     put(dv_, dv, n, D, H * D)
     put(dv_ + D, dv2, n, D, H * D)
@@ -222,7 +232,6 @@ def paired_gradient_kernel(
     through2 += passing(S.index(1), R.index(3), STATE)
     put(dq_ + D, dq, n, D, H // 2 * K)
 
-    t = gl.arange(0, C, FLAT)
     gc = gl.load(f + C - 1)
     gc2 = gl.load(f + 5 * C - 1)
     through = gl.sum(through, 0) * gl.exp2(gc)

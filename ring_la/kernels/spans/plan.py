@@ -206,8 +206,12 @@ class SpanPlan:
 
     def ready(self, inputs: Inputs) -> Inputs:
         """Inputs as kernels take them: aligned, and products' operands of one dtype (but see `query_dtype`)."""
+        skips = self.rule.write == "additive"  # a is then what of v passes by, a number a head
+        inputs = inputs._replace(a=once(inputs.a)) if skips else inputs
         q, k, v, g, beta, a, b = (None if x is None else aligned(x) for x in inputs)
-        k, a, b = (x if x is None or x.dtype == self.dtype else x.to(self.dtype) for x in (k, a, b))
+        if not skips:
+            a, b = (x if x is None or x.dtype == self.dtype else x.to(self.dtype) for x in (a, b))
+        k = k if k.dtype == self.dtype else k.to(self.dtype)
         q = q.to(query_dtype(self.rule, q, self.dtype))
         return Inputs(q, k, v, g, beta, a, b)
 

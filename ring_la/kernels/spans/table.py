@@ -101,8 +101,11 @@ WAVES = {"additive": 528, "delta": 264}
 GATE_SPAN = 1024
 """Tokens a span at most where the gradient of a scalar decay is a sum over them (heads beyond 128, fp32)."""
 
-PAIRED = False
+PAIRED = True
 """Whether two heads of 64 value channels that share keys of 128 have their gradients made by one program, on Hopper."""
+
+LEAN = False
+"""Whether that program makes a pair's factors once, in shared memory: a fifth fewer instructions."""
 
 SLOTS = {64: 264, 128: 132, 256: 132}
 """Programs that run at a time in a pass under a scalar decay or none, by the width of heads."""

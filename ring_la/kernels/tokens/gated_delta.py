@@ -24,14 +24,13 @@ class Weights(NamedTuple):
     """``[V]``."""
 
 
-def fits(x: Tensor, tail: Tensor | None, state: Tensor | None) -> bool:
-    """Whether the kernel takes tokens like x with such states."""
-    if tail is None or state is None or x.dtype == torch.float64:
-        return False
+def fits(x: Tensor, state: Tensor) -> bool:
+    """Whether the kernel takes tokens like x with such a state."""
     sizes = 1
     for n in state.shape[-2:]:
         sizes *= max(16, 1 << (n - 1).bit_length())
-    return state.dtype == torch.float32 and sizes <= LARGEST and tail.is_contiguous() and state.is_contiguous()
+    narrow = state.dtype == torch.float32 and x.dtype != torch.float64
+    return narrow and sizes <= LARGEST and state.is_contiguous()
 
 
 def gated_delta_token(

@@ -58,11 +58,15 @@ template <int N> INLINE void say_largest(const Rooms<N>& tiles, u32 said, int ha
     if (lane == 0) sts32(said + half * 32 + i * 4, most);
   }
 }
-// The same of both once both have said; 0 where all elements are
+// Once both have said: the largest of tile i, as bits
+INLINE u32 largest_said(u32 said, int i) { return max(lds32(said + i * 4), lds32(said + 32 + i * 4)); }
+// and by how much it may be multiplied; 0 where all elements are
 INLINE int room(u32 said, int i, int more = 0) {
-  const u32 most = max(lds32(said + i * 4), lds32(said + 32 + i * 4));
+  const u32 most = largest_said(said, i);
   return most ? -size_of(most, more, 0).e : 0;
 }
+// log2 of a bound of what a chunk adds to a state by products of tiles i and j, held times 2^by, whose elements are below 2 and 2^4
+INLINE int added(u32 said, int i, int j, int by) { return largest_said(said, i) && largest_said(said, j) ? 10 - by : -100; }
 INLINE Powers powers(float scale, u32 said) { return {room(said, 0), room(said, 1, exponent(scale) + 1), room(said, 2), room(said, 3)}; }
 
 // log2 of what 32 tokens leave of this lane's four channels (GL), and those before the warp's own (G), and e^M, NaN where factors do

@@ -40,14 +40,14 @@
 #define SAID (OPEN + 16)            // the ticket; three words, of which `leave` takes the last
 #define STEPS 700                   // of -G, by log2, in 16 bits
 
-// What a maker says of a chunk: powers of its tiles, of v and of dO, and the most by which e^M makes dS larger; and what the forward
-// has said of it
-struct Told { int a, q, k, b, v, o, grow; Kept kept; };
+// What a maker says of a chunk: powers of its tiles, of v and of dO, the most by which e^M makes dS larger, a bound of what q and dO
+// add to it; and what the forward has said of it
+struct Told { int a, q, k, b, v, o, grow, add; Kept kept; };
 INLINE Told told(u32 at) {
   u32 x[12];
 #pragma unroll
   for (int i = 0; i < 3; i++) lds128(x + 4 * i, at + 16 * i);
-  return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], (int)x[4], (int)x[5], (int)x[6], {(int)x[8], (int)x[9], (int)x[10]}};
+  return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], (int)x[4], (int)x[5], (int)x[6], (int)x[7], {(int)x[8], (int)x[9], (int)x[10]}};
 }
 
 struct BackArgs {
@@ -111,7 +111,7 @@ INLINE void make_chunk(float scale, bool own, u32 ends, u32 numbers, u32 said, u
       sts64(numbers, by.a, by.q);
       sts64(numbers + 8, by.k, by.b);
       sts64(numbers + 16, v, o);
-      sts32(numbers + 24, grow);
+      sts64(numbers + 24, grow, added(said, 1, 4, by.q + o));
     }
   }
   between_two(pair);  // gates are read
@@ -367,7 +367,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     const bool own = uniform(c >= first);
     bar_wait(bars, (c / SLOTS) & 1);
     const Told n = told(base + NUMBERS + slot * 48);
-    held = begin_chunk(S, held, n.grow, 10 - n.q - n.o, own, ends, base + AGREED, w, lane);
+    held = begin_chunk(S, held, n.grow, n.add, own, ends, base + AGREED, w, lane);
     const int was = held;
     int by_z;
     u32 dout[2][4], z[2][4], dv[2][4];
@@ -408,7 +408,8 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     }
     const int of_z = fitting(S, held, n.a + by_z);
     times(z[0], power(of_z)); times(z[1], power(of_z));
-    times(dout[0], power(held - n.q - n.o)); times(dout[1], power(held - n.q - n.o));
+    const float by_o = power(min(held - n.q - n.o, 11));  // at most 3, but where all of dO or q are 0
+    times(dout[0], by_o); times(dout[1], by_o);
     if (own) {
       between_warps();  // Z and dS of all warps are there
       bar_wait(bar_s, i & 1);

@@ -38,13 +38,14 @@
 #define OPEN (BARS + SLOTS * 16)         // a barrier: the last pass may begin
 #define SAID (OPEN + 16)                 // the ticket, what `choose` takes again, an unused word, one of `leave`
 
-// What a maker says of a chunk: powers of its tiles, of v and of M, and the most by which e^M makes the state larger
-struct Told { int a, q, k, b, v, m, grow; };
+// What a maker says of a chunk: powers of its tiles, of v and of M, the most by which e^M makes the state larger, and a bound of what
+// k and v add to it
+struct Told { int a, q, k, b, v, m, grow, add; };
 INLINE Told told(u32 at) {
   u32 x[8];
   lds128(x, at);
   lds128(x + 4, at + 16);
-  return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], (int)x[4], (int)x[5], (int)x[6]};
+  return {(int)x[0], (int)x[1], (int)x[2], (int)x[3], (int)x[4], (int)x[5], (int)x[6], (int)x[7]};
 }
 
 // -- what chunks need of their own tokens: two warps a chunk, each 16 of them, and then the products of a or of q ------------------------------------------------------------
@@ -177,7 +178,7 @@ INLINE void make_chunk(float scale, bool outputs, u32 numbers, u32 said, u32 tri
       sts64(numbers, by.a, by.q);
       sts64(numbers + 8, by.k, by.b);
       sts64(numbers + 16, v, m);
-      sts32(numbers + 24, grow);
+      sts64(numbers + 24, grow, added(said, 2, 4, by.k + v));
     }
   } else if (outputs) {
     products(X, Y, at + OFF_A + SECOND, at, lane);
@@ -260,7 +261,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
     const Told x = told(base + NUMBERS + slot * 32);
     float RO[32];
     u32 v[2][4], y[2][4];
-    held = begin_chunk(S, held, x.grow, 10 - x.k - x.v, all, at + OFF_E, base + AGREED, w, lane);
+    held = begin_chunk(S, held, x.grow, x.add, all, at + OFF_E, base + AGREED, w, lane);
     {
       u32 f[8][4];
 #pragma unroll
@@ -282,7 +283,8 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
       const int by = fitting(S, held, x.b + by_y);
 #pragma unroll
       for (int i = 0; i < 8; i++) { f[i >> 2][i & 3] = v[i >> 2][i & 3]; f[2 + (i >> 2)][i & 3] = y[i >> 2][i & 3]; }
-      times(f[0], power(held - x.k - x.v)); times(f[1], power(held - x.k - x.v));
+      const float by_v = power(min(held - x.k - x.v, 11));  // at most 3, but where all of v or k are 0
+      times(f[0], by_v); times(f[1], by_v);
       times(f[2], power(by)); times(f[3], power(by));
       wg_fence();
       wgmma128<true>(S, f[0], descriptor(at + OFF_K, BOTH, 1024));

@@ -26,7 +26,7 @@ template <int N = 16> INLINE u32 largest_in(u32 at, int lane, int apart = 4096) 
 #pragma unroll 4
   for (int i = 0; i < N; i++) {
     u32 x[4];
-    lds128(x, at + i / (N / 2) * apart + i % (N / 2) * 512 + lane * 16);
+    lds128(x, at + (u32)i / (N / 2) * apart + (u32)i % (N / 2) * 512 + lane * 16);
 #pragma unroll
     for (int j = 0; j < 4; j++) m = larger(m, x[j] & 0x7fff7fffu);
   }
@@ -47,7 +47,7 @@ template <int N = 16> INLINE void to_halves(u32 at, float by, int lane, int apar
   for (int i = 0; i < N; i++) {
     u32 x[4];
     float y[4];
-    const u32 place = at + i / (N / 2) * apart + i % (N / 2) * 512 + lane * 16;
+    const u32 place = at + (u32)i / (N / 2) * apart + (u32)i % (N / 2) * 512 + lane * 16;
     lds128(x, place);
 #pragma unroll
     for (int j = 0; j < 4; j++) y[j] = __uint_as_float(pack<true>(lo(x[j]) * by, hi(x[j]) * by));

@@ -117,3 +117,39 @@ def refused(rank: int) -> None:
 
 def test_what_cannot_be_spread_is_refused(ranks):
     ranks.run(1, refused)
+
+
+def sharded(rank: int) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    from ring_la import ContextParallel
+    from ring_la.integrations.transformers import parallelize
+    from ring_la.integrations.transformers.experts import split_experts
+    from ring_la.training import TrainingMesh, shard_parameters
+
+    mesh, cp = TrainingMesh.make("cpu"), ContextParallel(group(), scan="ring", timeout=20)
+    for dtype, alone in ((torch.float64, True), (torch.bfloat16, False)):
+        model = parallelize(make("qwen3_next"), cp, check=False)
+        spread = split_experts(model, mesh.context)
+        shard_parameters(model, mesh, blocks=model.model.layers, dtype=dtype, methods=(), experts=spread)
+        assert all(isinstance(module, FSDPModule) != alone for module in spread)
+        assert {p.device_mesh.ndim for module in spread for p in module.parameters()} == {1 if alone else 2}
+        assert isinstance(model.model.layers[0], FSDPModule)
+
+
+def test_experts_that_nothing_is_gathered_of_are_left_alone(ranks):
+    """On one replica a rank's experts are whole, with whole gradients: FSDP2 would copy both."""
+    ranks.run(4, sharded)
+
+
+@pytest.mark.parametrize(("name", "ours"), [("qwen3_5_moe", True), ("qwen3_next", True), ("gpt_oss", False)])
+def test_gates_are_the_library_s(name, ours, monkeypatch):
+    """A SwiGLU goes by our operator; a class with a gate of its own keeps it."""
+    from ring_la.integrations.transformers import experts
+
+    module = next(m for m in make(name).modules() if experts.is_experts(m))
+    calls, fused = [], experts.swiglu
+    monkeypatch.setattr(experts, "swiglu", lambda h: (calls.append(1), fused(h))[1])
+    h = torch.randn(5, 12, dtype=torch.float64)
+    torch.testing.assert_close(experts.ExpertProducts(module)._gated(h), module._apply_gate(h))
+    assert bool(calls) == ours

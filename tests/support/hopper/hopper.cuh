@@ -10,6 +10,7 @@ typedef uint16_t u16;
 
 // -- numbers -------------------------------------------------------------------------------------------------------
 
+INLINE int program() { return machine::here().number; }
 INLINE int uniform(int x) {
   Passed<int> mine{x, 0, x};
   machine::together("uniform", mine, [](Passed<int>** g) {
@@ -73,6 +74,8 @@ INLINE void cp16(u32 to, const void* from, bool live) {
   char* place = machine::at(to, 16, 16);
   if (live) memcpy(place, from, 16); else memset(place, 0, 16);
 }
+INLINE void cp_commit() {}
+template <int N> INLINE void cp_wait_but() {}
 INLINE void cp_wait() {}
 INLINE void proxy_fence() {}
 
@@ -215,3 +218,4 @@ template <bool FP16 = false> INLINE void wgmma128(float (&d)[16][4], const u32* 
 INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) { wide<16, false>(d, nullptr, a, b, more); }
 template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) { wide<32, false, FP16>(d, nullptr, a, b, more); }
 template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) { wide<64, false, FP16>(d, nullptr, a, b, more); }
+template <bool FP16 = false> INLINE void wgmma192(float (&d)[24][4], u64 a, u64 b, int more) { wide<192, true, FP16>(&d[0][0], nullptr, a, b, more); }

@@ -30,7 +30,7 @@ def slots_at(
     BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
     """(row of each slot's key, whether the query sees it)."""
-    c = tl.load(CHOSEN + slots // BLOCK, mask=slots < S * BLOCK, other=-1).to(tl.int32)
+    c = tl.load(CHOSEN + slots // BLOCK, mask=slots < S * BLOCK, other=-1)
     place = c + slots % BLOCK
     seen = (c >= 0) & (place < ends)
     row = tl.load(PLACES + place, mask=seen, other=-1)

@@ -1,0 +1,113 @@
+"""``ring-la plan`` beside every whole model that ran on H200s, as benchmarks/results has it, and what its page says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks import ROOT, script
+from benchmarks.large import bench, report
+
+RESULTS = ROOT / "benchmarks" / "results"
+NEAR = 0.05
+"""Seconds and GiB of a run beside the plan's."""
+
+
+class Run(NamedTuple):
+    """A run on so many GPUs, one sequence over all of them."""
+
+    config: Any
+    gpus: int
+    seconds: float
+    gib: float
+
+
+class Axes:
+    """Of a mesh whose ranks all share a sequence."""
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus = gpus
+
+    def size(self, axis: int = 0) -> int:
+        return self.gpus
+
+
+class Mesh(NamedTuple):
+    axes: Axes
+
+
+def large(file: str, tmp_path: Path) -> Run:
+    """A file of ``ring-la bench large``."""
+    found, train = json.loads((RESULTS / file).read_text()), script.load()
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    args = parser.parse_args(found["command"].split())
+    words = [*bench.SHAPES[args.shape], f"--data.seq_len={args.length}"]
+    if args.shape.startswith("moe"):
+        transformers = pytest.importorskip("transformers")
+        transformers.Qwen3_5MoeTextConfig(num_hidden_layers=args.layers or 40).save_pretrained(tmp_path)
+        words += ["--model.transformers", str(tmp_path)]
+    config = script.config(train, words)
+    config.memory = type(config.memory)(**found["memory"])
+    config.optimizer.kind = found["optimizer"]
+    return timed(config, int(found["axes"].split()[-1]), found["steps"])
+
+
+def trained(file: str, part: str) -> Run:
+    """A part of a file of ``python -m benchmarks.training``."""
+    found = json.loads((RESULTS / file).read_text())[part]
+    return timed(script.config(script.load(), found["options"]), found.get("gpus", 1), found["steps"])
+
+
+def timed(config: Any, gpus: int, steps: list[dict[str, float]]) -> Run:
+    """The fastest step after the first, which compiles, and its peak."""
+    step = min(steps[1:], key=lambda step: step["seconds"])
+    return Run(config, gpus, step["seconds"], step["peak_memory_gib"])
+
+
+TRAINED = {
+    "hybrid_1b, 1,048,576 tokens, ": ("training-h200x4.json", "hybrid_1b"),
+    "hybrid_1b, 262,144 tokens ": ("training-h200x4.json", "hybrid_1b, 262,144 tokens, rates of today"),
+    "linear_1b, 4,194,304 tokens": ("training-h200x4.json", "linear_1b"),
+    "linear_1b, 131,072 tokens": ("training-profile-h200.json", "now"),
+}
+LARGE = {
+    "hybrid_1b, 262,144 tokens on one": "large-hybrid_1b-h200.json",
+    "hybrid_8b, 131,072 tokens on two": "large-hybrid_8b-h200x2.json",
+    "16 layers of Qwen3.5": "large-moe-h200x2.json",
+}
+"""What a row of docs/users/guides/planning.md begins with, and its run."""
+FARTHER = {"16 layers of Qwen3.5"}
+"""Runs that the plan is not near: by an older code (the page says what has changed)."""
+
+
+def run_of(row: str, tmp_path: Path) -> Run:
+    return trained(*TRAINED[row]) if row in TRAINED else large(LARGE[row], tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("row", [*TRAINED, *LARGE])
+def test_the_plan_is_near_what_ran_and_its_page_says_both(row, tmp_path):
+    run = run_of(row, tmp_path)
+    said = report.planned(run.config, "H200", Mesh(Axes(run.gpus)))
+    off = [abs(said[name] / ran - 1) for name, ran in (("seconds", run.seconds), ("gib", run.gib))]
+    assert (max(off) > NEAR) == (row in FARTHER), off
+    assert max(off) < 0.4
+    page = (ROOT / "docs/users/guides/planning.md").read_text()
+    (cells,) = re.findall(rf"^\| {re.escape(row)}.*?\|((?: [\d.]+ \|){{4}})$", page, re.MULTILINE)
+    numbers = [float(cell) for cell in cells.split("|") if cell.strip()]
+    figures = [run.seconds, said["seconds"], run.gib, said["gib"]]
+    assert numbers == [round(f, 1 if i > 1 or f > 12 else 2) for i, f in enumerate(figures)]
+
+
+def test_every_file_of_a_large_run_has_a_row():
+    assert set(LARGE.values()) == {file.name for file in RESULTS.glob("large-*.json")}

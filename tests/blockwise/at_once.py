@@ -1,0 +1,47 @@
+"""Steps at once on a CPU, interpreted, on ranks of their own: `python -m tests.blockwise.at_once gdn,mamba2 gla …`.
+
+A vector loop of PyTorch's on CPUs treats the end of a tensor in another way than its middle, which a GPU's kernels do
+not. So the environment says ``ATEN_CPU_CAPABILITY=default``: loops by element are scalar. Prints for each model (layers
+apart by commas) what differs from one rank's step.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from ring_la.blockwise import switch
+from tests.support.interpreter import compute_bf16, interpreted
+from tests.support.pool import Ranks
+from tests.support.same_bits import Run, differing, step_of
+
+interpreted()
+compute_bf16()
+
+LENGTHS = (70, 1, 99)
+SECONDS = 600.0
+
+
+def step(rank: int, run: Run, layers: list[str]) -> dict[str, Tensor]:
+    switch.everywhere = True
+    return step_of(rank, run, layers, torch.bfloat16, True, LENGTHS)
+
+
+def main(models: list[list[str]], runs: tuple[Run, ...]) -> None:
+    from tests.blockwise import at_once  # by the name that ranks import it by
+
+    ranks = Ranks(max(run.P for run in runs))
+    for layers in models:
+        one = ranks.run(1, at_once.step, Run(), layers, timeout=SECONDS)[0]
+        found = [] if torch.equal(one["loss"], one["loss without gradients"]) else ["the loss without gradients"]
+        for run in runs:
+            for rank, some in enumerate(ranks.run(run.P, at_once.step, run, layers, timeout=SECONDS)):
+                found += [f"{run}, rank {rank}: {name}" for name in differing(one, some)]
+        print(",".join(layers), len(one), found or "equal", flush=True)
+    ranks.stop()
+
+
+if __name__ == "__main__":
+    main([words.split(",") for words in sys.argv[1:]], (Run(2, "zigzag"), Run(4, "zigzag", order=(2, 0, 1))))

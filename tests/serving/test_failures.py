@@ -1,0 +1,135 @@
+"""What fails alone, and what ends the server: on one rank, on all, and by a rank that dies."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+
+import pytest
+import torch
+
+from ring_la import ContextParallel, DisagreementError, PeerError
+from ring_la.serving import Completion, Event, Failed, NewToken, Request
+from tests.serving.engines import Asked, broken_at, engine, prompt, serve, truth
+from tests.support.pool import group
+
+
+def test_a_result_that_is_not_finite_fails_its_request_and_not_the_server():
+    server = engine(batch=2)
+    read = server.model.read
+
+    def broken(ids, states, cp):
+        out = read(ids, states, cp)
+        return out._replace(logits=out.logits.masked_fill(ids[:, -1:] == 3, torch.nan))
+
+    server.model.read = broken
+    unchosen = Asked([5], temperature=1.0, logit_bias={1: torch.nan})
+    serve(server, jobs := [Asked([1, 3]), Asked([5]), Asked([3], temperature=1.0), Asked([6]), unchosen, Asked([7])])
+    assert [job.events for job in jobs[:4:2]] == 2 * [[Failed("the model's result is not finite")]]
+    assert [job.tokens for job in jobs[1::2]] == [truth([5], 4), truth([6], 4), truth([7], 4)]
+    assert unchosen.events == [Failed("the request has failed (RuntimeError)")]
+
+
+def check_death(rank: int) -> tuple[str, str]:
+    """While all ranks decode a sequence, of which the last knows no more than its states."""
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
+    server, steps = engine(cp), []
+    step, said = server.model.step, io.StringIO()
+    logging.getLogger("ring_la.serving").addHandler(handler := logging.StreamHandler(said))
+
+    def dying(*arguments, **keywords):
+        steps.append(True)
+        if rank == 2 and len(steps) == 3:
+            os._exit(1)
+        return step(*arguments, **keywords)
+
+    server.model.step = dying
+    job = Asked(prompt(5), 100_000)
+    if rank == 0:
+        server.submit(job)
+    try:
+        server.run()
+    except PeerError as error:
+        assert "Traceback" not in said.getvalue()
+        return str(error), str(job.events[-1:])
+    finally:
+        logging.getLogger("ring_la.serving").removeHandler(handler)
+    raise AssertionError("nobody died")
+
+
+def test_a_rank_that_dies_ends_the_server(ranks):
+    leader, follower = ranks.run(3, check_death, dying=(2,))
+    assert "no sign of life from rank 2" in leader[0]
+    assert "no sign of life from rank 2" in follower[0]
+    assert "the server has failed (PeerError)" in leader[1]
+
+
+def check_one_fails(rank: int) -> list[tuple[list[int], str]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    server = engine(cp, piece=4, batch=2, keep=1 << 20)
+    broken_at(server, 3)
+    jobs = [Asked([5], 9), Asked([5, 6, 7, 8, 3]), Asked([6, 5])]
+    serve(server, jobs)
+    assert not server.states.open
+    return [(job.tokens, str(job.events[-1])) for job in jobs] if rank == 0 else []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_request_that_fails_on_all_ranks_fails_alone(ranks, size):
+    good, bad, other = ranks.run(size, check_one_fails)[0]
+    assert good[0] == truth([5], 9)
+    assert bad == ([], str(Failed("the request has failed (RuntimeError)")))
+    assert other[0] == truth([6, 5], 4)
+
+
+def check_one_rank_fails(rank: int) -> tuple[str, str]:
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=5)
+    server = engine(cp)
+    if rank == 1:
+        broken_at(server, 3, after=True)
+    job = Asked([5, 6, 7, 3])
+    if rank == 0:
+        server.submit(job)
+    with pytest.raises(DisagreementError) as error:
+        server.run()
+    return str(error.value), str(job.events[-1:])
+
+
+def test_a_request_that_fails_on_one_rank_ends_the_server_on_all(ranks):
+    leader, follower = ranks.run(2, check_one_rank_fails)
+    assert leader[0] == follower[0]
+    assert "rank 1: RuntimeError: no such prompt" in leader[0]
+    assert "the server has failed (DisagreementError)" in leader[1]
+
+
+def test_errors_while_decoding_end_their_requests_alone():
+    server, seen = engine(batch=3), []
+    step = server.model.step
+
+    def broken(tokens_, states, in_place):
+        if len(tokens_) == 2:
+            raise RuntimeError("two at once")
+        return step(tokens_, states, in_place)
+
+    def deaf(event: Event) -> None:
+        seen.append(event)
+        raise RuntimeError("no ears")
+
+    server.model.step = broken
+    deaf_one, pair, last = Completion(Request(prompt(4), 5), deaf), [Asked(prompt(5)), Asked(prompt(6))], Asked([7])
+    for job in (deaf_one, *pair):
+        server.submit(job)
+    hear = pair[1].emit
+
+    def then(event: Event) -> None:
+        hear(event)
+        if isinstance(event, Failed):
+            server.submit(last)
+            server.stop()
+
+    pair[1].emit = then
+    server.run()
+    assert isinstance(seen[0], NewToken)
+    assert [job.events[-1] for job in pair] == 2 * [Failed("the request has failed (RuntimeError)")]
+    assert last.tokens == truth([7], 4)

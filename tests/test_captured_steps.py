@@ -1,0 +1,273 @@
+"""What `ring_la.capture` refuses, and how ranks learn of it, with graphs of a stand-in.
+
+The stand-in "captures" by running a step and "replays" nothing, so all that stands around a graph runs on the CPU. The
+same misuses by graphs of CUDA: tests/gpu/test_capture_misuse.py.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+import ring_la
+from ring_la.capture import CapturedStep
+from ring_la.step_graph import changed, drawn
+from tests.support.pool import group
+
+PATIENCE = 5
+
+
+class Stand:
+    """Streams and graphs of a device that there is none of."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.strict = False
+
+    @staticmethod
+    def capturing() -> bool:
+        return False
+
+    def run(self, call, strict):
+        return call()
+
+    def end(self):
+        return SimpleNamespace(query=lambda: True)
+
+    def ends(self):
+        return [self.end()]
+
+    def write(self, call):
+        return SimpleNamespace(replay=lambda: None, reset=lambda: None), call()
+
+
+@pytest.fixture
+def stand(monkeypatch):
+    standing(monkeypatch.setattr)
+
+
+def standing(put) -> None:
+    put(sys.modules[CapturedStep.__module__], "StepStream", Stand)
+    put(CapturedStep, "_device", lambda self, tensors: torch.device("cpu"))
+
+
+def model_and_optimizer():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def calls(step, x, n=5):
+    for _ in range(n):
+        step(x)
+
+
+def changed_between(name: str):
+    """A step that reads something from around it, and what changes it behind the capture."""
+    model, optimizer = model_and_optimizer()
+    scale, state, halves = 2.0, torch.ones(4), torch.ones(2, 4)
+
+    def step(x):
+        with torch.no_grad():
+            return model(x) * scale + state + halves[0] + float(optimizer.param_groups[0]["lr"])
+
+    def change():
+        nonlocal scale, state
+        if name == "scale":
+            scale = 3.0
+        elif name == "state":
+            state = torch.zeros(4)
+        elif name == "halves":
+            halves.data = torch.zeros(2, 4)
+        elif name == "model.weight":
+            model.weight = torch.nn.Parameter(model.weight.detach().clone())
+        elif name == "model.bias":
+            model.bias.data = model.bias.data.clone()
+        else:
+            optimizer.param_groups[0]["lr"] = 0.05
+
+    return step, change
+
+
+@pytest.mark.parametrize("name", ["scale", "state", "halves", "model.weight", "model.bias", "lr of optimizer"])
+def test_what_a_graph_took_for_granted(name, stand):
+    step, change = changed_between(name)
+    captured, x = ring_la.capture(step), torch.ones(1, 4)
+    calls(captured, x)
+    change()
+    with pytest.raises(ring_la.UnsupportedError, match=f"^{name}: expected"):
+        captured(x)
+    captured.release()
+    calls(captured, x)
+    assert captured.graphs == 1
+
+
+def misuse(name: str):
+    """Steps that no graph can repeat."""
+    state, count, leaf = torch.ones(4), 0, torch.ones(4, requires_grad=True)
+
+    def rebinds(x):
+        nonlocal state
+        state = state + x
+
+    def counts(x):
+        nonlocal count
+        count += 1
+
+    def keeps_a_gradient(x):
+        (x.detach().requires_grad_() * leaf).sum().backward()
+        return x * leaf
+
+    return dict(
+        state=rebinds,
+        count=counts,
+        leaves=lambda x: x.add_(1),
+        gradient=keeps_a_gradient,
+    )[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    {
+        "state": "^state: expected what the step leaves as it was",
+        "count": "^count: expected what the step leaves as it was",
+        "leaves": "arguments that it leaves as they are, got one of shape",
+        "gradient": "one that returns tensors without a gradient",
+    }.items(),
+)
+def test_steps_that_no_graph_repeats(name, says, stand):
+    step = ring_la.capture(misuse(name), warmup=1)
+    step(torch.ones(4))
+    with pytest.raises(ring_la.UnsupportedError, match=says):
+        step(torch.ones(4))
+    assert step.graphs == 0
+
+
+def test_an_argument_that_gets_a_gradient(stand):
+    step = ring_la.capture(lambda x: (x * x).sum().backward(), warmup=1)
+    step(torch.ones(4, requires_grad=True))
+    with pytest.raises(ring_la.UnsupportedError, match="arguments without a gradient of their own"):
+        step(torch.ones(4, requires_grad=True))
+
+
+def test_gradients_belong_to_the_step_or_stay_where_they_are(stand):
+    def trainer(within: bool):
+        model, _ = model_and_optimizer()
+
+        def step(x):
+            if within:
+                model.zero_grad()
+            model(x).sum().backward()
+
+        return model, ring_la.capture(step), torch.ones(1, 4)
+
+    model, step, x = trainer(within=True)
+    calls(step, x)
+    held = model.weight.grad
+    model.zero_grad()  # a replay gives the leaf the graph's gradient again
+    step(x)
+    assert model.weight.grad is held
+
+    model, step, x = trainer(within=False)
+    for _ in range(5):
+        model.zero_grad()
+        step(x)
+    assert model.weight.grad is not None
+    with pytest.raises(ring_la.UnsupportedError, match="expected None, as at the capture"):
+        step(x)  # an eager step would add
+
+    model, step, x = trainer(within=False)
+    calls(step, x)  # adds, call by call
+    model.zero_grad()
+    with pytest.raises(ring_la.UnsupportedError, match="which the graph adds to, got None"):
+        step(x)
+
+
+def test_ways_of_a_call_are_kinds(stand):
+    model, _ = model_and_optimizer()
+    step, x = ring_la.capture(lambda x: model(x).detach(), warmup=1), torch.ones(1, 4)
+    calls(step, x, 2)
+    with torch.no_grad():
+        calls(step, x, 2)
+    model.eval()
+    calls(step, x, 2)
+    assert step.graphs == 3
+
+
+def test_tensors_elsewhere_are_named(stand, monkeypatch):
+    monkeypatch.setattr(CapturedStep, "_device", lambda self, tensors: torch.device("meta"))
+    with pytest.raises(
+        ring_la.ArgumentError, match=r"argument \[1\]\['t'\]: expected a tensor on meta, got one on cpu"
+    ):
+        ring_la.capture(lambda x, t: x)(torch.ones(2, device="meta"), t=torch.ones(()))
+
+
+def test_captured_steps_are_not_captured_again():
+    with pytest.raises(ring_la.ArgumentError, match="step: expected a function, got CapturedStep"):
+        ring_la.capture(ring_la.capture(lambda x: x))
+
+
+def test_numbers_of_the_host():
+    for name, draw in {
+        "PyTorch's CPU generator": lambda: torch.rand(()),
+        "random": random.random,
+        "numpy.random": numpy.random.rand,
+    }.items():
+        before = drawn()
+        assert changed(before) is None
+        draw()
+        assert changed(before) == name
+
+
+def check_refused(rank: int, where: str) -> str:
+    """Rank 1's step raises: as it runs the last time, or as it is captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        standing(patch.setattr)
+        cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
+        seen = []
+
+        def step(x):
+            seen.append(1)
+            if rank == 1 and len(seen) == (2 if where == "run" else 3):
+                raise (ValueError if where == "run" else KeyError)("odd")
+            return x
+
+        captured = ring_la.capture(step, cp, warmup=2)
+        try:
+            calls(captured, torch.ones(2), 3)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("where", ["run", "capture"])
+def test_a_rank_that_raises_is_named_on_all(where, ranks):
+    first, second = ranks.run(2, check_refused, where)
+    assert first.startswith("UnsupportedError: step: expected one that a CUDA graph can repeat, got rank 1: ")
+    assert "test_captured_steps.py" in first
+    assert "odd" in first
+    assert second == ("ValueError: odd" if where == "run" else first)
+
+
+def check_alone(rank: int) -> str:
+    """Rank 1 calls the step as it is."""
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
+    layout = cp.layout(8, "contiguous")
+    step = lambda x: layout.gather(layout.shard(x))  # noqa: E731
+    step(torch.ones(1, 8))
+    try:
+        for _ in range(2):
+            (step if rank else ring_la.capture(step, cp))(torch.ones(1, 8))
+    except ring_la.RingLAError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_does_not_capture(ranks):
+    said = ranks.run(2, check_alone)
+    ranks.stop()
+    assert all(x.startswith(("DisagreementError", "PeerError")) for x in said), said
