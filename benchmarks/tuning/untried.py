@@ -108,8 +108,8 @@ def mamba2(skips: bool) -> Question:
 
 
 def mamba2_passes() -> Question:
-    """Its passes over spans by twice as many spans, the pass of o with twice the warps, and sums of the step's gradients
-    by runs of tokens first."""
+    """Its passes over spans by twice as many spans, the pass of o with twice the warps, sums of the step's gradients by
+    runs of tokens first."""
     case = CASES["mamba2"]
     slots = (table, "SLOTS", table.SLOTS | {128: 528})
     warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
