@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from ring_la.kernels.fused import discretise
+from ring_la.kernels.fused import discretise, discretise_kernel
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
 from ring_la.kernels.scalar_decay import attend
@@ -114,11 +114,13 @@ def mamba2(skips: bool) -> Question:
 
 
 def mamba2_passes() -> Question:
-    """Its passes over spans by twice as many spans, and the pass of o with twice the warps."""
+    """Its passes over spans by twice as many spans, the pass of o with twice the warps, sums of the step's gradients by
+    runs of tokens first."""
     case = CASES["mamba2"]
     slots = (table, "SLOTS", table.SLOTS | {128: 528})
     warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
-    changes = {"today": (), "spans": (slots,), "warps": (warps,), "both": (slots, warps)}
+    runs = (discretise_kernel, "RUN", 128)
+    changes = {"today": (), "runs": (runs,), "spans": (slots,), "warps": (warps,), "all": (runs, slots, warps)}
     arms = tuple([Arm(name, case.ours, change) for name, change in changes.items()])
     return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
 
