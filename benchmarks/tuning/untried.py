@@ -82,8 +82,8 @@ def launched(forgets: bool) -> Question:
 
 
 def rwkv7(forgets: bool) -> Question:
-    """RWKV-7 in one launch each way, which a bound of its gate allows and which is today's, and in chunks. Gates that do
-    not forget: hundredths."""
+    """RWKV-7 in one launch each way, which a bound of its gate allows and which is today's, and in chunks. Gates that
+    do not forget: hundredths."""
     case = CASES["rwkv7"]
 
     def draw(shape: Shape, device: str) -> Inputs:
