@@ -220,9 +220,10 @@ class CapturedStep:
         around, error, made = self._around.snapshot(), None, None
         versions = [version(x) for x in own]
         try:
-            made = stream.write(lambda: self._step(*args, **keywords))
-            around.close()
+            with around:
+                made = stream.write(lambda: self._step(*args, **keywords))
             refuse_outside(made[1], own, versions)
+            around.close()
         except Exception as e:
             error = e
         self._refuse(error)

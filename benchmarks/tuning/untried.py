@@ -24,6 +24,7 @@ import torch
 from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
+from ring_la.kernels.scalar_decay import attend
 from ring_la.kernels.spans import table
 from ring_la.kernels.wy import one_launch
 
@@ -82,35 +83,54 @@ def launched(forgets: bool) -> Question:
     return Question(draw, case.truth, arms, shapes if forgets else shapes[:2])
 
 
-def rwkv7() -> Question:
-    """RWKV-7 in chunks, which is today's, and in one launch each way, which a bound of its gate allows."""
+def rwkv7(forgets: bool) -> Question:
+    """RWKV-7 in one launch each way, which a bound of its gate allows and which is today's, and in chunks. Gates that
+    do not forget: hundredths."""
     case = CASES["rwkv7"]
-    arms = Arm("today", case.ours), Arm("one launch", case.ours, ((one_launch, "DPLR_BY_LAUNCH", True),))
-    shapes = "1x32768x32x128", "1x8192x32x128", "1x32768x8x128", "8x4096x16x128"
-    return Question(partial(inputs, case), case.truth, arms, shapes)
+
+    def draw(shape: Shape, device: str) -> Inputs:
+        x = inputs(case, shape, device)
+        return x if forgets else x | {"w": (x["w"].detach() / 100).requires_grad_()}
+
+    arms = Arm("today", case.ours), Arm("chunks", case.ours, ((one_launch, "DPLR_BY_LAUNCH", False),))
+    shapes = "1x32768x32x128", "1x8192x32x128", "1x2048x32x128", "1x32768x8x128", "8x4096x16x128"
+    return Question(draw, case.truth, arms, shapes if forgets else shapes[:1])
 
 
 def mamba2(skips: bool) -> Question:
-    """Mamba-2 as it is, by pairs of heads with Δ in the recurrence's kernels; with fewer instructions a pair; with the
-    skip inside, too; and as it was, a head a program and Δ x made before."""
-    case, lean, skip = CASES["mamba2"], (table, "LEAN", True), (discretise, "SKIP_INSIDE", True)
+    """Mamba-2 by pairs of heads with its step in the recurrence's kernels, which is today's; and a head a program, Δ x
+    made before."""
+    case, skip = CASES["mamba2"], (discretise, "SKIP_INSIDE", True)
     was = (table, "PAIRED", False), (discretise, "STEP_INSIDE", False)
 
     def draw(shape: Shape, device: str) -> Inputs:
         x = inputs(case, shape, device)
         return x | ({"D": torch.linspace(0.5, 1.5, shape.H, device=device).requires_grad_()} if skips else {})
 
-    arms = Arm("was", case.ours, was), Arm("today", case.ours), Arm("lean", case.ours, (lean, skip))
+    arms = Arm("today", case.ours), Arm("skip", case.ours, (skip,)), Arm("heads", case.ours, was)
+    arms = arms if skips else arms[::2]
     shapes = "1x32768x80x128x64", "1x4096x80x128x64", "8x4096x16x128x64"
     return Question(draw, case.truth, arms, shapes[:1] if skips else shapes)
 
 
+def mamba2_passes() -> Question:
+    """Its passes over spans by twice as many spans, and the pass of o with twice the warps."""
+    case = CASES["mamba2"]
+    slots = (table, "SLOTS", table.SLOTS | {128: 528})
+    warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
+    changes = {"today": (), "spans": (slots,), "warps": (warps,), "both": (slots, warps)}
+    arms = tuple([Arm(name, case.ours, change) for name, change in changes.items()])
+    return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
+
+
 QUESTIONS = {
     "gla": launched(forgets=True),
-    "rwkv7": rwkv7(),
+    "rwkv7": rwkv7(forgets=True),
     "gla_slow": launched(forgets=False),
+    "rwkv7_slow": rwkv7(forgets=False),
     "mamba2": mamba2(skips=False),
     "mamba2_skip": mamba2(skips=True),
+    "mamba2_passes": mamba2_passes(),
 }
 
 

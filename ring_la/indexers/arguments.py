@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, check_offsets
+from ..checks import FLOATS, check_offsets, check_scale
 from ..context import ShardedLayout, check_together
-from ..errors import ArgumentError, Facts, describe_tensor
+from ..errors import ArgumentError, Facts, UnsupportedError, describe_tensor
+from ..kernels.choice import triton_installed
 
 Given = dict[str, tuple[object, int]]
 """An indexer's tensors by name, the first of them queries, and how many dimensions each is to have."""
@@ -66,3 +67,44 @@ def _check_place(name: str, q: Tensor, layout: object, cu_seqlens: object) -> No
     layout.require_local(name, q.shape[1])
     if layout.packed and len(q) != 1:
         raise ArgumentError("layout", f"one without packed documents for a batch of {len(q)}", repr(layout))
+
+
+def check_index(q: Tensor, k: Tensor, w: Tensor, longer: bool = False) -> None:
+    """Refuse shapes of the lightning indexer's tensors; `longer`: keys may be of more tokens."""
+    B, T, heads, D = q.shape
+    tokens = k.shape[1] if longer and k.shape[1] > T else T
+    if list(k.shape) != [B, tokens, D] or k.dtype != q.dtype:
+        raise ArgumentError("k", f"{q.dtype} [B, T, D] = [{B}, {T}, {D}]", describe_tensor(k))
+    if list(w.shape) != [B, T, heads]:
+        raise ArgumentError("w", f"[B, T, Hi] = [{B}, {T}, {heads}]", list(w.shape))
+
+
+def check_loss(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    chosen: object,
+    attention_q: Tensor,
+    attention_k: Tensor,
+    scale: object,
+    backend: object,
+) -> None:
+    """Refuse what the indexer's loss does not take."""
+    check_index(q, k, w)
+    (B, T), K = q.shape[:2], attention_q.shape[3]
+    for name, x in (("attention_q", attention_q), ("attention_k", attention_k)):
+        if list(x.shape[:2]) != [B, T] or x.shape[3] != K or attention_q.shape[2] % max(1, x.shape[2]):
+            raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}, K={K}", list(x.shape))
+    if attention_k.dtype != attention_q.dtype:
+        raise ArgumentError("attention_k", f"{attention_q.dtype}, as attention_q", attention_k.dtype)
+    places = isinstance(chosen, Tensor) and chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 4
+    if not places or list(chosen.shape[:3]) != [B, T, 1]:  # type: ignore[attr-defined]
+        raise ArgumentError("chosen", f"int32 or int64 [B, T, 1, S] with B={B}, T={T}", describe_tensor(chosen))
+    check_scale(scale)
+    if backend not in (None, "torch", "triton"):
+        raise ArgumentError("backend", "None, torch or triton", repr(backend))
+    half = all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, attention_q))
+    sizes = max(q.shape[2], attention_q.shape[2]) <= 64 and q.shape[3] <= 128 and K <= 576
+    if backend == "triton" and not (triton_installed() and half and sizes and attention_k.shape[2] == 1):
+        what = "Triton, 16-bit numbers, at most 64 heads, channels up to 128 and 576, and one head of attention_k"
+        raise UnsupportedError("backend", what, repr(backend), "'torch' does it")

@@ -19,10 +19,8 @@ from ..kernels.runtime.launch import launch
 
 BLOCK = 1024
 """Scores that a program reads at once."""
-WARPS = 4
-"""Of a program."""
 MOST = 4096
-"""The largest choice: it is sorted in registers."""
+"""The largest choice: lists of four times as many are cut in registers."""
 LOWEST = tl.constexpr(-2147483648)
 
 
@@ -33,26 +31,18 @@ def ordered(bits):
 
 
 @triton.jit
-def at_least(KEYS, count, key, BN: tl.constexpr):
-    """How many of a list are at least a key (int64)."""
-    n, found = tl.arange(0, BN), tl.zeros((BN,), tl.int32)
-    for a in range(0, count, BN):
-        some = tl.load(KEYS + a + n, mask=a + n < count, other=LOWEST)
-        found += ((some.to(tl.int64) >= key) & (a + n < count)).to(tl.int32)
-    return tl.sum(found, 0)
-
-
-@triton.jit
-def cut(KEYS, PLACES, count, topk, BN: tl.constexpr):
-    """Leave a list's topk best, in their order: the topk-th best's key, found bit by bit. It is read again for every
-    bit, which is rare, and takes no registers from what is not."""
+def cut(KEYS, PLACES, count, topk, BN: tl.constexpr, C: tl.constexpr):
+    """Leave a list's topk best, in their order: the topk-th best's key, found bit by bit."""
     tl.debug_barrier()  # what other threads have written is there
+    j = tl.arange(0, C)
+    keys = tl.load(KEYS + j, mask=j < count, other=LOWEST)
     least = tl.full((), LOWEST, tl.int64)
     for step in range(32):
         trial = least + (tl.full((), 1, tl.int64) << (31 - step))
-        least = tl.where(at_least(KEYS, count, trial, BN) >= topk, trial, least)
-    equals = topk - at_least(KEYS, count, least + 1, BN)  # of those at the edge, the first
+        above = tl.sum((keys >= trial.to(tl.int32)).to(tl.int32), 0)
+        least = tl.where(above >= topk, trial, least)
     edge = least.to(tl.int32)
+    equals = topk - tl.sum((keys > edge).to(tl.int32), 0)  # of those at the edge, the first
     n, into, met = tl.arange(0, BN), 0, 0
     for a in range(0, count, BN):
         key = tl.load(KEYS + a + n, mask=a + n < count, other=LOWEST)
@@ -89,7 +79,7 @@ def read(
         found = tl.sum(new.to(tl.int32), 0)
         if found > 0:
             if count + found > C:
-                least = cut(KEYS, PLACES, count, topk, BN)
+                least = cut(KEYS, PLACES, count, topk, BN, C)
                 count = topk
                 new = key > least
                 found = tl.sum(new.to(tl.int32), 0)
@@ -113,7 +103,7 @@ def sort(
     PLACES += row.to(tl.int64) * C
     count = tl.load(COUNT + row)
     if count > topk:
-        cut(KEYS, PLACES, count, topk, BN)
+        cut(KEYS, PLACES, count, topk, BN, C)
         count = topk
     j = tl.arange(0, K)
     key = tl.load(KEYS + j, mask=j < count, other=LOWEST).to(tl.int64)
@@ -126,7 +116,7 @@ def sort(
     tl.store(CHOSEN + at, tl.where(j < count, place, -1), mask=j < topk)
 
 
-class Lists:
+class BestLists:
     """The best of rows whose scores come chunk by chunk.
 
     Args:
@@ -147,7 +137,7 @@ class Lists:
         _, T, heads, m = s.shape
         launch(
             read, (len(self._count),), s, self._keys, self._places, self._count, self._least, T, m, first, self._topk,
-            heads, *s.stride()[:3], BN=BLOCK, C=self._room, num_warps=WARPS, tensors="any",
+            heads, *s.stride()[:3], BN=BLOCK, C=self._room, num_warps=4 if self._room <= 8192 else 8, tensors="any",
         )  # fmt: skip
 
     def write(self, places: Tensor, scores: Tensor) -> None:
@@ -155,6 +145,6 @@ class Lists:
         _, T, heads = self._shape
         launch(
             sort, (len(self._count),), self._keys, self._places, self._count, scores, places, T, self._topk, heads,
-            *places.stride()[:2], BN=BLOCK, K=self._padded, C=self._room, num_warps=WARPS,
+            *places.stride()[:2], BN=BLOCK, K=self._padded, C=self._room, num_warps=4 if self._room <= 8192 else 8,
             tensors="any",
         )  # fmt: skip

@@ -120,7 +120,7 @@ def _best_of(s: Tensor, topk: int) -> _Best:
         from . import best_kernel
 
         if topk <= best_kernel.MOST:
-            return best_kernel.Lists(s, topk)
+            return best_kernel.BestLists(s, topk)
     return _Sorted(topk)
 
 

@@ -12,20 +12,20 @@ The choice has no gradient; the indexer learns from L alone, and L's gradient go
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only
-from ..checks import check_scale
 from ..context import ShardedLayout
 from ..context.handle import layout_of, number_of
-from ..errors import ArgumentError, SecondDerivativeError, describe_tensor
+from ..errors import ArgumentError, SecondDerivativeError
 from ..kernels.choice import triton_installed
 from ..schemas import declared
 from ..softmax.products import product
-from .arguments import Given, checked
+from .arguments import Given, check_index, check_loss, checked
 from .chosen import Chosen, Rows, best, empty_choice
 
 NUMBERS = 1 << 24
@@ -67,7 +67,7 @@ def lightning_index(
         return Chosen(*_index(q, k, w, cu_seqlens, number_of(layout), topk, backend))
 
     def check() -> None:
-        _check(q, k, w, longer=layout is None and cu_seqlens is None)
+        check_index(q, k, w, longer=layout is None and cu_seqlens is None)
         if backend not in (None, "torch", "triton"):
             raise ArgumentError("backend", "None, torch or triton", repr(backend))
 
@@ -119,6 +119,7 @@ def lightning_loss(
     scale: float | None = None,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """L, summed over this rank's tokens: what trains the indexer.
 
@@ -128,6 +129,8 @@ def lightning_loss(
         attention_q: ``[B, T, H, K]``. attention_k: ``[B, T, Hk, K]``; of latents ``[B, T, 1, L + R]`` and queries taken
             to them. scale: of attention; None: K**-0.5.
         layout, cu_seqlens: as `lightning_index`.
+        backend: None or "torch", or "triton", one kernel on CUDA for 16-bit numbers and one head of attention's keys,
+            of which nothing gathered is written down; gradients of k are summed in an order that varies.
 
     Returns:
         A scalar, fp32 (fp64 for fp64). Over the group its sum is that of one process; gradients of k are whole on the
@@ -138,32 +141,32 @@ def lightning_loss(
     """
     if not torch.compiler.is_compiling():
         given: Given = dict(q=(q, 4), k=(k, 3), w=(w, 3), attention_q=(attention_q, 4), attention_k=(attention_k, 4))
-        check = functools.partial(_check_loss, q, k, w, chosen, attention_q, attention_k, scale)
+        check = functools.partial(check_loss, q, k, w, chosen, attention_q, attention_k, scale, backend)
         checked("lightning_loss", given, (layout, cu_seqlens), check)
     scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
     picked, low = chosen[:, :, 0], attention_q.detach()
     if torch.compiler.is_compiling():
         keys, whole = (x if layout is None else layout.gather(x) for x in (k, attention_k.detach()))
-        return _loss(q, keys, w, picked, low, whole, cu_seqlens, number_of(layout), scale)[0]
+        return _loss(q, keys, w, picked, low, whole, cu_seqlens, number_of(layout), scale, backend)[0]
     rows = Rows.of(q, layout, cu_seqlens)
     with torch.no_grad():
         whole = rows.gather(attention_k.detach())
-    return _Loss.apply(q, rows.gather(k), w, picked, low, whole, scale, rows)
+    return _Loss.apply(q, rows.gather(k), w, picked, low, whole, scale, rows, backend)
 
 
 class _Loss(torch.autograd.Function):
     """L and its gradients, which are formed with it."""
 
     @staticmethod
-    def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows):
-        loss, *found = _with_gradients(q, k, w, chosen, attention_q, attention_k, scale, rows)
+    def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows, backend: str | None):
+        loss, *found = _formed_by(backend)(q, k, w, chosen, attention_q, attention_k, scale, rows)
         ctx.save_for_backward(*found)
         return loss
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
-        return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 5
+        return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
 
 
 class LossArguments(NamedTuple):
@@ -179,11 +182,21 @@ class LossArguments(NamedTuple):
     cu_seqlens: Tensor | None
     layout: int
     scale: float
+    backend: str | None
+
+
+def _formed_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """What forms the loss and its gradients."""
+    if backend == "triton":
+        from .loss_kernel import with_gradients  # needs Triton
+
+        return with_gradients
+    return _with_gradients
 
 
 def _formed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = LossArguments(*arguments)
-    return _with_gradients(*x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens))
+    return _formed_by(x.backend)(*x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens))
 
 
 _loss = torch.library.custom_op(
@@ -210,7 +223,7 @@ def _times(ctx, grad: Tensor | None, *of_gradients: Tensor | None):
     if any(g is not None for g in of_gradients):
         raise SecondDerivativeError("lightning_loss has exact first derivatives only; a second one was asked for")
     found = [None if grad is None else x * grad.to(x.dtype) for x in ctx.saved_tensors]
-    return *found, *[None] * 6
+    return *found, *[None] * 7
 
 
 _loss.register_autograd(_times, setup_context=_keep)
@@ -257,28 +270,3 @@ def _attended(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
     s = s.masked_fill(~seen[:, :, None, None], -torch.inf)
     p = torch.exp(s - torch.logsumexp(s, -1, keepdim=True))
     return torch.where(seen, p.mean((2, 3)), 0.0)
-
-
-def _check(q: Tensor, k: Tensor, w: Tensor, longer: bool = False) -> None:
-    B, T, heads, D = q.shape
-    tokens = k.shape[1] if longer and k.shape[1] > T else T
-    if list(k.shape) != [B, tokens, D] or k.dtype != q.dtype:
-        raise ArgumentError("k", f"{q.dtype} [B, T, D] = [{B}, {T}, {D}]", describe_tensor(k))
-    if list(w.shape) != [B, T, heads]:
-        raise ArgumentError("w", f"[B, T, Hi] = [{B}, {T}, {heads}]", list(w.shape))
-
-
-def _check_loss(
-    q: Tensor, k: Tensor, w: Tensor, chosen: object, attention_q: Tensor, attention_k: Tensor, scale: object
-) -> None:
-    _check(q, k, w)
-    (B, T), K = q.shape[:2], attention_q.shape[3]
-    for name, x in (("attention_q", attention_q), ("attention_k", attention_k)):
-        if list(x.shape[:2]) != [B, T] or x.shape[3] != K or attention_q.shape[2] % max(1, x.shape[2]):
-            raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}, K={K}", list(x.shape))
-    if attention_k.dtype != attention_q.dtype:
-        raise ArgumentError("attention_k", f"{attention_q.dtype}, as attention_q", attention_k.dtype)
-    places = isinstance(chosen, Tensor) and chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 4
-    if not places or list(chosen.shape[:3]) != [B, T, 1]:  # type: ignore[attr-defined]
-        raise ArgumentError("chosen", f"int32 or int64 [B, T, 1, S] with B={B}, T={T}", describe_tensor(chosen))
-    check_scale(scale)

@@ -1,10 +1,8 @@
-"""Scores of the lightning indexer in one pass: heads are summed where they are formed, and only the sum is written.
-
-Queries of few narrow heads (`FEW` bytes a tile) stay in shared memory while a span of keys goes by; else every tile of
-keys asks for its queries again.
-"""
+"""Scores of the lightning indexer in one pass: heads are summed where they are formed, and only the sum is written."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -14,12 +12,8 @@ from torch import Tensor
 from ..kernels.runtime.launch import launch
 from ..softmax.merging.parts import dense
 
-TILE = dict(BM=64, BN=64, num_warps=4, num_stages=3)
-"""Queries and keys of a program: on an H200 the fastest of eight."""
-SPAN = dict(BM=64, BN=64, SPAN=32, num_warps=4, num_stages=2)
-"""The same where queries stay: they meet SPAN tiles of keys."""
-FEW = 1 << 16
-"""Bytes of queries up to which they stay: then a multiprocessor has room for two programs."""
+TILE: dict[str, Any] = dict(BM=64, BN=64, num_warps=4, num_stages=3)
+"""Queries and keys of a program: on an H200 the fastest of eight, 225 TFLOP/s with 4 heads of 128."""
 
 
 @triton.jit(do_not_specialize=("n", "m", "first", "heads"))
@@ -50,41 +44,6 @@ def _scores(
     tl.store(into, total, mask=(rows < n)[:, None] & (keys < m)[None, :])
 
 
-@triton.jit(do_not_specialize=("n", "m", "first"))
-def _scores_of_few(
-    Q, K, W, TOKENS, STARTS, OUT, n, m, first, width,
-    q_b, q_t, q_h, k_b, k_t, w_b, w_t, w_h,
-    HEADS: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """As `_scores`, of SPAN tiles of keys."""
-    b = tl.program_id(2).to(tl.int64)
-    rows, d, start = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD), tl.program_id(1) * SPAN * BN
-    tokens = tl.load(TOKENS + rows, mask=rows < n, other=-1)
-    starts = tl.load(STARTS + rows, mask=rows < n, other=0)
-    row, of_row = Q + b * q_b + rows[:, None].to(tl.int64) * q_t + d[None, :], W + b * w_b + rows.to(tl.int64) * w_t
-    qs, ws = (), ()
-    for h in tl.static_range(HEADS):
-        qs += (tl.load(row + h * q_h, mask=(rows < n)[:, None] & (d < width)[None, :], other=0.0),)
-        ws += (tl.load(of_row + h * w_h, mask=rows < n, other=0.0).to(tl.float32),)
-    end = tl.minimum(m, start + SPAN * BN)
-    seen = tl.minimum(end, (tl.max(tokens, 0) + 1 - first).to(tl.int32))  # keys before it may be chosen
-    into = OUT + (b * n + rows[:, None]) * m
-    for at in range(start, seen, BN):
-        keys = at + tl.arange(0, BN)
-        k = K + b * k_b + keys[None, :].to(tl.int64) * k_t + d[:, None]
-        k = tl.load(k, mask=(keys < m)[None, :] & (d < width)[:, None], other=0.0)
-        total = tl.zeros((BM, BN), tl.float32)
-        for h in tl.static_range(HEADS):
-            total += tl.maximum(tl.dot(qs[h], k), 0.0) * ws[h][:, None]
-        place = (first + keys)[None, :]
-        total = tl.where((place <= tokens[:, None]) & (place >= starts[:, None]), total, -float("inf"))
-        tl.store(into + keys[None, :], total, mask=(rows < n)[:, None] & (keys < m)[None, :])
-    for at in range(start + tl.cdiv(tl.maximum(seen - start, 0), BN) * BN, end, BN):
-        keys = at + tl.arange(0, BN)
-        nothing = tl.full((BM, BN), -float("inf"), tl.float32)
-        tl.store(into + keys[None, :], nothing, mask=(rows < n)[:, None] & (keys < m)[None, :])
-
-
 def scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
     """Fp32 ``[B, n, m]`` of ``q [B, n, Hi, D]``, ``k [B, m, D]`` and ``w [B, n, Hi]``.
 
@@ -95,18 +54,12 @@ def scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, firs
     q, k = dense(q), dense(k)
     (B, n, heads, D), m = q.shape, k.shape[1]
     out = torch.empty(B, n, m, dtype=torch.float32, device=q.device)
-    wide, padded = q.dtype == torch.float32, max(16, triton.next_power_of_2(D))
-    strides = *q.stride()[:3], *k.stride()[:2], *w.stride()
-    if out.numel() and not wide and heads * padded * q.itemsize * SPAN["BM"] <= FEW:
-        launch(
-            _scores_of_few, (-(-n // SPAN["BM"]), -(-m // (SPAN["SPAN"] * SPAN["BN"])), B),
-            q, k, w, tokens.contiguous(), starts.contiguous(), out, n, m, first, D, *strides,
-            HEADS=heads, BD=padded, **SPAN, tensors="any",
-        )  # fmt: skip
-    elif out.numel():
+    wide = q.dtype == torch.float32
+    if out.numel():
         launch(
             _scores, (-(-n // TILE["BM"]), -(-m // TILE["BN"]), B),
             q, k, w, tokens.contiguous(), starts.contiguous(), out, n, m, first, heads, D,
-            *strides, BD=padded, PRECISION="ieee" if wide else "tf32", **TILE, tensors="any",
+            *q.stride()[:3], *k.stride()[:2], *w.stride(),
+            BD=max(16, triton.next_power_of_2(D)), PRECISION="ieee" if wide else "tf32", **TILE, tensors="any",
         )  # fmt: skip
     return out

@@ -125,7 +125,8 @@ def _compressed(
 
 def _made(compressed: Compressed, k: Tensor, v: Tensor, maps: tuple[BlockMap, BlockMap]) -> tuple[Tensor, Tensor]:
     """The keys and values of this rank's blocks. What one rank's map does wrong all refuse."""
-    blocks, made = compressed.blocks(k, v), []
+    blocks = compressed.blocks(k, v)
+    made: list[Tensor] = []
 
     def check() -> None:
         made.extend(mapped(blocks, *maps, compressed.positions))

@@ -37,7 +37,7 @@ def on_one_device(
         return _described(x, dt, A, B, C, D, dt_bias, dt_softplus)
     step, g = steps(dt, A, dt_bias, softplus=dt_softplus)
     skip = None if D is None else D.to(g.dtype).expand_as(g)
-    return Recurrence(RULE, Inputs(C, B, x, g, step, skip), names=NAMES)
+    return Recurrence(RULE, Inputs(C, B, x.contiguous(), g, step, skip), names=NAMES)  # one copy for both passes
 
 
 def _at_once(

@@ -197,21 +197,29 @@ class StaticBatch(Batch):
         self._keys, self._states = keys, states
         self.close()  # graphs of other addresses
         seats_of = sorted({min(self._most, 1 << n) for n in range(self._most.bit_length() + 1)})
-        self._step = capture(self._stepped, self._cp, buckets=Buckets(seats_of, {"tokens": 0}, dim=0))
+        step = StaticStep(self.model, keys, states).take
+        self._step = capture(step, self._cp, buckets=Buckets(seats_of, {"tokens": 0}, dim=0))
 
     def _dtype(self, state: Any) -> torch.dtype:
         """Of a layer's keys."""
         model: Any = self.model.model
         return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
 
+
+class StaticStep:
+    """What a graph is made of, and all that it reads: a step of a model over states of fixed addresses."""
+
+    def __init__(self, model: Served, keys: StaticRows, states: Sequence[Any]) -> None:
+        self._model, self._keys, self._states = model, keys, states
+
     @torch.no_grad()
-    def _stepped(self, tokens: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    def take(self, tokens: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """A token more of the first seats: the logits after it, and the likeliest. What is done is the same for all
         values."""
         n = len(tokens)
         self._keys.begin(n, columns)
         views = [s if isinstance(s, StaticKeys) else _first(s, n) for s in self._states]
-        out = self.model.step(tokens, views, in_place=True)
+        out = self._model.step(tokens, views, in_place=True)
         for mine, new in zip(views, out.states):
             if isinstance(mine, LayerState):
                 for buffer, x in zip(mine, new):

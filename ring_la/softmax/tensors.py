@@ -158,8 +158,8 @@ def _check_latents(x: Tensors) -> None:
 
 def _check_chosen(x: Tensors) -> None:
     t, (B, Tq), Hk = x.chosen, x.q.shape[:2], x.k.shape[2]
-    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError("chosen", "an int32 or int64 tensor", describe_tensor(t))
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64) or t.layout is not torch.strided:
+        raise ArgumentError("chosen", "a dense int32 or int64 tensor", describe_tensor(t))
     if t.dim() != 4 or list(t.shape[:2]) != [B, Tq] or t.shape[2] not in (1, Hk):
         heads = "1" if Hk == 1 else f"1 or {Hk}"
         raise ArgumentError("chosen", f"[B, Tq, heads, S] with B={B}, Tq={Tq}, {heads} heads", list(t.shape))

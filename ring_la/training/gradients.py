@@ -30,9 +30,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
     for p in wanted:
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ArgumentError("parameters", "dense gradients", p.grad.layout)
-    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=cp.device)
-    present = cp.comm.all_reduce(present).wait().tolist()
-    wanted = [p for p, ranks in zip(wanted, present) if ranks]
+    wanted = [p for p, there in zip(wanted, _somewhere(wanted, cp)) if there]
     for bucket in _buckets(wanted):
         for p in bucket:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -40,6 +38,15 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
         whole = cp.comm.all_reduce(torch.cat([g.reshape(-1) for g in parts])).wait()
         for part, grad in zip(parts, whole.split([g.numel() for g in parts])):
             part.copy_(grad.view(part.shape))
+
+
+def _somewhere(parameters: list[nn.Parameter], cp: ContextParallel) -> list[bool]:
+    """Of each parameter whether a rank has a gradient. The hosts tell each other: none waits for its device."""
+    try:
+        told = cp.comm.agreement.tell("".join("01"[p.grad is not None] for p in parameters))
+    except RuntimeError as error:
+        raise cp.comm.watch.error("comparing gradients", error) from error
+    return ["1" in there for there in zip(*told)]
 
 
 def _local(x: Tensor | None) -> Tensor:

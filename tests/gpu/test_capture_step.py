@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import ring_la
 from ring_la.models import HybridConfig, HybridLM
+from ring_la.training import sum_gradients
 from tests.support import pool
 
 pytestmark = pytest.mark.gpu
@@ -38,9 +39,8 @@ def trainer(cp: ring_la.ContextParallel | None, ranks: int, compiled: bool):
         optimizer.zero_grad()
         loss = loss_of(ids, targets, layout=layout)
         loss.backward()
-        if cp is not None and cp.size > 1:
-            for p in model.parameters():
-                p.grad.copy_(cp.comm.all_reduce(p.grad).wait())
+        if cp is not None:
+            sum_gradients(model.parameters(), cp)
         optimizer.step()
         return loss.detach()
 

@@ -32,11 +32,11 @@ def launches(monkeypatch) -> list:
     return made
 
 
-def inputs(B: int, T: int, H: int) -> list[Tensor]:
+def inputs(B: int, T: int, H: int, fall: float = 0.6) -> list[Tensor]:
     torch.manual_seed(0)
     r, k, a = (F.normalize(torch.randn(B, T, H, 128, device="cuda"), dim=-1) for _ in range(3))
     v, rate, w = (torch.randn(B, T, H, 128, device="cuda") for _ in range(3))
-    return [x.bfloat16() for x in (r, -0.6 * w.sigmoid(), k, v, -a, a * rate.sigmoid())]
+    return [x.bfloat16() for x in (r, -fall * w.sigmoid(), k, v, -a, a * rate.sigmoid())]
 
 
 def errors(x: list[Tensor], cu: Tensor | None) -> dict[str, float]:
@@ -74,6 +74,14 @@ def test_outputs_states_and_gradients(launches, B, T, H, cu, record_property):
     record_property("errors", found)
     assert launches, "the chunks' kernels took it"
     assert all(e <= LIMIT for e in found.values()), found  # a NaN is not
+
+
+@pytest.mark.parametrize("fall", [0.6, 0.05, 0.002])
+def test_spans_that_begin_early_or_wait(launches, fall, record_property):
+    found = errors(inputs(1, 4000, 8, fall), None)
+    record_property("errors", found)
+    assert launches, "the chunks' kernels took it"
+    assert all(e <= LIMIT for e in found.values()), found
 
 
 def test_gradients_without_what_the_forward_kept(monkeypatch):

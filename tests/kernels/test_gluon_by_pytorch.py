@@ -26,9 +26,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize(("H", "Hk", "strong"), [(4, 1, True), (4, 2, False), (2, 2, False)])
-def test_gradients(H: int, Hk: int, strong: bool, case: str, lean: bool, monkeypatch) -> None:
+def test_gradients(H: int, Hk: int, strong: bool, case: str, monkeypatch) -> None:
     """Two heads a program where they share keys; else one."""
     made, plain = [], chunk_gradients.launch
 
@@ -40,11 +39,9 @@ def test_gradients(H: int, Hk: int, strong: bool, case: str, lean: bool, monkeyp
     monkeypatch.setattr(chunk_gradients, "launch", launch)
     monkeypatch.setattr(plan, "hopper", lambda device: True)
     monkeypatch.setattr(table, "PAIRED", True)
-    monkeypatch.setattr(table, "LEAN", lean)
     monkeypatch.setattr(table, "LEAST_CHUNKS", 1)
     torch.manual_seed(0)
     sizes = dict(H=H, Hk=Hk, K=128, V=64, dtype=torch.bfloat16, skips=strong and case != "a batch")
     worst = errors(Case("additive_scalar", strong=strong, **sizes, **CASES[case]), recurrence)
-    pairs = "paired_gradient_lean_kernel" if lean else "paired_gradient_kernel"
-    assert set(made) == {pairs if H > Hk else "additive_gradient_hopper_kernel"}
+    assert set(made) == {"paired_gradient_kernel" if H > Hk else "additive_gradient_hopper_kernel"}
     assert all(e < 6e-3 for e in worst.values()), worst

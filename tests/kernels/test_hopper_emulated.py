@@ -173,6 +173,27 @@ def test_dplr(monkeypatch, T, cu, sizes, silent):
         assert all(x is y or torch.equal(x, y) for x, y in zip(grads, again, strict=True))
 
 
+@pytest.mark.parametrize("fall", [0.6, 0.01], ids=["forgets", "waits"])
+def test_dplr_begins_early(monkeypatch, fall):
+    """Spans of six chunks look at four before (backward: behind) them, and hear nothing from where those forget."""
+    q, k, v, _ = draw(600, 1, 1)
+    a = -F.normalize(torch.randn(1, 600, 1, 128), dim=-1)
+    b, g = -a * torch.randn(1, 600, 1, 128).sigmoid(), -fall * torch.randn(1, 600, 1, 128).sigmoid()
+    inputs = Inputs(q, k, v, g.bfloat16(), None, a.bfloat16(), b.bfloat16())
+    monkeypatch.setattr(dplr_launches, "cut", lambda *sizes: (192, 192))
+    S0, dS, do = torch.randn(1, 1, 128, 128), torch.randn(1, 1, 128, 128), torch.randn_like(v)
+    o, S, kept = dplr_launches.forward(inputs, None, 128**-0.5, S0[None], True, keep=True)
+    grads, dS0 = dplr_launches.gradients(inputs, None, 128**-0.5, S0[None], do, dS[None], kept)
+    got = {"o": o, "S": S, **{n: getattr(grads, n) for n in ("q", "k", "v", "a", "b", "g")}, "S0": dS0}
+    x = [q, k, v, inputs.a, inputs.b, inputs.g]
+    check(reference.dplr_delta_rule, x, None, got, S0, do, dS, HALVES)
+    v[:, :32], do[:, -32:] = torch.nan, torch.nan
+    o, _, _ = dplr_launches.forward(inputs, None, 128**-0.5, S0[None], True)
+    grads, _ = dplr_launches.gradients(inputs, None, 128**-0.5, S0[None], do, dS[None], kept)
+    heard = o[:, 192:].isnan().any(), grads.v[:, :384].isnan().any()
+    assert all(x == (fall < 0.1) for x in heard)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_kda(waits):
     q, k, v, beta = draw(300, 1, 1)

@@ -46,8 +46,9 @@ def test_skip(whole: bool) -> None:
     assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
-@pytest.mark.parametrize(("bias", "softplus"), [(True, True), (False, False)])
-def test_discretise(bias: bool, softplus: bool) -> None:
+@pytest.mark.parametrize(("bias", "softplus", "run"), [(True, True, 128), (False, False, 128), (True, False, 6)])
+def test_discretise(bias: bool, softplus: bool, run: int, monkeypatch) -> None:
+    monkeypatch.setattr(triton_discretise, "RUN", run)
     true, *both = step_case(20, bias, softplus)
     for got in both:
         assert [g.shape for g in got] == [t.shape for t in true]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from ring_la import ArgumentError, ContextParallel, UnsupportedError
+from ring_la import ArgumentError, Buckets, ContextParallel, UnsupportedError
 from ring_la.inference import Sampler, generate, key_store
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, seats
 from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, NewToken, NoText, Request, static
+from ring_la.surroundings import Surroundings
 from tests.serving.engines import LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import WHOLE, make
 from tests.support.pool import group
@@ -64,6 +68,36 @@ def test_states_of_fixed_addresses_grow(monkeypatch):
 
 
 BITS = ["gdn", "kda", "mamba2", "lightning", "attention"]
+
+
+class StandIn:
+    """A captured step in its looks: its surroundings are noted at the first call, and are to be so at each other."""
+
+    graphs = 0
+
+    def __init__(self, step: Callable[..., Any], cp: ContextParallel | None, buckets: Buckets) -> None:
+        self.step, self.around = step, None
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self.around is not None:
+            self.around.check()
+            return self.step(**arguments)
+        self.around = Surroundings(self.step).snapshot()
+        out = self.step(**arguments)
+        self.around.close()
+        return out
+
+    def wait(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+def test_a_step_reads_nothing_from_around_it_that_another_changes(monkeypatch):
+    monkeypatch.setattr(static, "capture", StandIn)
+    server = Engine(Hybrid(make(SOME)), NoText(), batch=2, patience=LONG, capture=True)
+    asked = [(3, 5), (9, 3), (2, 4)]
+    serve(server, jobs := [Asked(prompt(length), n) for length, n in asked])
+    assert [job.tokens for job in jobs] == [truth(prompt(length), n) for length, n in asked]
 
 
 def check_bits(rank: int, size: int) -> list[tuple[list[int], list[float]]]:

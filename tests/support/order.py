@@ -17,6 +17,7 @@ LONGEST = (
     "tests/integrations/transformers/test_models.py",
     "tests/integrations/diffusers/test_models.py",
     "tests/launch/test_launch.py",
+    "tests/examples/test_train_transformers.py",
     "tests/kernels/test_hopper_emulated.py",
     "tests/softmax/test_triton.py",
     "tests/nn/test_compile_sharded.py",

@@ -53,6 +53,33 @@ def test_on_cuda_it_is_the_fused_one(monkeypatch):
     assert adamw("adamw", iter([there, here])) == {}
 
 
+def on_two_meshes(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found = []
+    meshes = (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2)))
+    for fused in (False, True):
+        torch.manual_seed(0)
+        weights = [
+            torch.nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(0), Shard(1)][: mesh.ndim]))
+            for mesh in meshes
+        ]
+        optimizer = adamw("adamw", weights, fused=fused, **OPTIONS)
+        for _ in range(3):
+            for w in weights:
+                w.grad = w.detach().sin()
+            optimizer.step()
+        found.append([w.full_tensor().detach() for w in weights])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_fused_one_takes_parameters_of_several_meshes(ranks):
+    """Experts are sharded over other ranks than the rest."""
+    ranks.run(4, on_two_meshes)
+
+
 def sharded(rank: int, kind: str) -> tuple[float, float]:
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step; eagerly it is the same arithmetic
         return steps(kind, True)

@@ -17,7 +17,7 @@ text's where text is part of the sequence:
     ahead       keys that leave before queries and wide layers are computed
     linear      processors of linear attention, by one sum of states
     gated_delta gated delta nets over frames, by scans of affine maps
-    caches      step caches whose decisions the ranks take together (cache_dit: those of cache-dit)
+    caches      step caches whose decisions the ranks take together (cache_dit: those of cache-dit; tea_cache: TeaCache)
     pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder,
                 autoencoder_frames)
     modules     modules that reach beyond their tokens: convolutions with halos, and those

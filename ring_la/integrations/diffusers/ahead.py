@@ -108,7 +108,7 @@ class Posting:
         return posted.attend(qkv[0])
 
     def _sizes(self, order: Streams) -> list[int]:
-        return [self._running.call.streams.sizes[s] for s in order]
+        return self._running.call.streams.whole(order)
 
     def _others(self, order: Streams) -> tuple[Any, ...]:
         """What the operators take beside tensors."""

@@ -2,6 +2,7 @@
 
     First Block Cache   decides by how much the first block's residual changed: sums over all ranks' tokens
     cache-dit           the same of its first blocks (`cache_dit`)
+    TeaCache            the same of what the blocks are given (`tea_cache`, which is ours)
     SeaCache            decides by the whole latents, alike on all ranks
     the others          decide by a table or by how many steps there were, alike on all ranks
 
@@ -11,6 +12,7 @@ What they keep are this rank's tokens. Their settings are compared among the ran
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ KNOWN = {
     "SeaCacheRootHook": "SeaCache",
     "SeaCacheLeaderBlockHook": "SeaCache",
     "SeaCacheBlockHook": "SeaCache",
+    "TeaCacheHook": "TeaCache",
 }
 """Hooks that decide alike on all ranks, or are made to, and the caches they are of."""
 
@@ -53,6 +56,9 @@ def check_hooks(model: nn.Module, split: Any) -> str:
             if kind == "FBCHeadBlockHook" and "_should_compute_remaining_blocks" not in hook.__dict__:
                 hook._should_compute_remaining_blocks = functools.partial(_changed, hook, split)
                 split.undo.callback(delattr, hook, "_should_compute_remaining_blocks")
+            if kind == "TeaCacheHook" and not hook.deciding:
+                hook.deciding = split.deciding
+                split.undo.callback(setattr, hook, "deciding", ())
             config = getattr(hook, "config", hook)
             if kind == "FasterCacheDenoiserHook" and not config.is_guidance_distilled:
                 expected = "FasterCache with is_guidance_distilled=True, which leaves the batch whole"
@@ -83,8 +89,13 @@ def _changed(hook: Any, split: Any, residual: Tensor) -> bool:
     before = hook.state_manager.get_state().head_block_residual
     if before is None:
         return True
-    wide = torch.promote_types(residual.dtype, torch.float32)
-    sums = torch.stack([(residual - before).abs().sum(dtype=wide), before.abs().sum(dtype=wide)])
-    for group in split.deciding:
+    return relative_change(residual, before, split.deciding) > hook.threshold
+
+
+def relative_change(x: Tensor, before: Tensor, groups: Sequence[Any]) -> float:
+    """``|x − before| / |before|`` by the L1 norm, over all ranks' tokens."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = torch.stack([(x - before).abs().sum(dtype=wide), before.abs().sum(dtype=wide)])
+    for group in groups:
         sums = group.all_reduce(sums).wait()
-    return float(sums[0] / sums[1]) > hook.threshold
+    return float(sums[0] / sums[1])

@@ -37,7 +37,7 @@ def start(call: DenoiserCall, spec: BlockPlan, given: Mapping[str, Any]) -> None
     sizes, residual = sizes_of(call, spec, given, known), call.residual
     if not call.started and residual is not None and residual[1] != sizes.get("image"):
         raise ArgumentError(residual[0], f"{sizes.get('image')} tokens, as the image has", residual[1])
-    call.streams.sizes |= sizes
+    call.streams.note(sizes)
     call.started = True
 
 
@@ -109,5 +109,5 @@ def residuals(call: DenoiserCall, name: str, given: Any) -> Any:
         if x.dim() != 3 or (call.residual or (name, x.shape[1]))[1] != x.shape[1]:
             raise ArgumentError(name, "tensors [B, tokens, channels] with the same number of tokens", list(x.shape))
         call.residual = name, x.shape[1]
-        call.streams.sizes["image"] = x.shape[1]
+        call.streams.note({"image": x.shape[1]})
     return mapped(given, lambda x: call.streams.shard(name, x, IMAGE, 1))

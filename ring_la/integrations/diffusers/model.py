@@ -172,7 +172,7 @@ class SplitDenoiser:
         given = {**dict(zip(names, args)), **keywords}
         first = path not in self.call.refined
         if first:
-            self.call.streams.sizes |= sizes_of(self.call, spec, given)
+            self.call.streams.note(sizes_of(self.call, spec, given))
             self.call.refined.add(path)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
 
@@ -184,12 +184,12 @@ class SplitDenoiser:
         for n, role in roles.items():
             if isinstance(role, TokenRows):
                 (stream,), tokens = role.streams, output[n].shape[role.dim]
-                self.call.streams.sizes[stream] = enough(self.call, type(module).__name__, stream, tokens)
+                self.call.streams.note({stream: enough(self.call, type(module).__name__, stream, tokens)})
                 self.call.ahead.add(stream)
             if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
-                    self.call.streams.sizes[role.stream] = tokens
+                    self.call.streams.note({role.stream: tokens})
             output[n] = part_of(self.call, f"output of {type(module).__name__}", output[n], role)
         return tuple(output)
 
@@ -199,7 +199,7 @@ class SplitDenoiser:
 
     def attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention of a block's processor, over the streams of `order`."""
-        masked, sizes = self.call.masked, [self.call.streams.sizes[s] for s in order]
+        masked, sizes = self.call.masked, self.call.streams.whole(order)
         if torch.compiler.is_compiling():
             mask, streams = (None, ()) if masked is None else (masked.mask, masked.streams)
             names = ",".join(order), ",".join(streams)

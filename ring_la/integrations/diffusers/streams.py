@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,12 +66,26 @@ class Streams:
 
     Attributes:
         sizes: whole numbers of tokens by stream; empty before the first block.
+        shapes: of each stream a tensor of nothing whose second dimension is that number. A compiler takes a number that
+            it reaches by a global name for a constant, and compiles anew for each, but not a dimension.
         unit: the image's tokens that stay together, a slice of its grid.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.unit = rank, ranks, 1
         self.sizes: dict[str, int] = {}
+        self.shapes: dict[str, Tensor] = {}
+
+    def note(self, sizes: Mapping[str, int]) -> None:
+        """So many tokens there are of some streams."""
+        self.sizes |= sizes
+        self.shapes |= {stream: torch.empty(0, n, device="cpu") for stream, n in sizes.items()}
+
+    def whole(self, streams: Sequence[str]) -> list[int]:
+        """The numbers of tokens of `streams`, as an operator takes them."""
+        if torch.compiler.is_compiling():
+            return [self.shapes[s].shape[1] for s in streams]
+        return [self.sizes[s] for s in streams]
 
     def units(self, streams: Sequence[str]) -> list[int]:
         """The tokens that stay together, of each of `streams`."""

@@ -40,7 +40,7 @@ SKIP_INSIDE = False
 
 
 def step_inside(x: Tensor, B: Tensor, D: Tensor | None) -> bool:
-    """Whether a recurrence on one device writes x times Δ by kernels that read both: on Hopper, of heads of 64 channels,
+    """Whether a recurrence on one device writes x times Δ by kernels that read both: on Hopper, of heads of 64 channels
     an even number of which shares keys of 128 (`scalar_decay.chunk_gradients`), and more than a few tokens."""
     fits = B.dim() == 4 and (B.shape[-1], x.shape[-1]) == (128, 64) and x.shape[2] % (2 * B.shape[2]) == 0
     fits = fits and x.dtype.itemsize == 2 and x.shape[1] > SHORT and (D is None or (SKIP_INSIDE and D.dim() == 1))

@@ -21,6 +21,8 @@ from ring_la.kernels.spans.table import cdiv, power_of_2
 
 ELEMENTS, WARPS = 2048, 4
 """Of a program's tile."""
+RUN = 128
+"""Tokens that are summed first."""
 
 
 def unsupported(x: Tensor) -> str:
@@ -100,7 +102,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x, dt, A and bias."""
     dx, found = by_token(dv, dg, None, x, dt, A, bias, None, softplus)
-    return dx, *_sums(found, dt, A, bias)
+    return dx, *_sums(found, _by_run(found), dt, A, bias)
 
 
 def backward_beside(
@@ -108,7 +110,8 @@ def backward_beside(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of x, dt, A, bias and D, where ``D [H]`` x is added to the output, whose gradient is `do`."""
     dx, found = by_token(dv, dg, do, x, dt, A, bias, D, softplus)
-    return dx, *_sums(found, dt, A, bias), found[2].sum((0, 1)).to(D.dtype)
+    sums = _by_run(found)
+    return dx, *_sums(found, sums, dt, A, bias), sums[2].sum(0).to(D.dtype)
 
 
 def by_token(
@@ -120,7 +123,17 @@ def by_token(
     return _launch(x, dt, A, bias, dv, dg, do, D, softplus)
 
 
-def _sums(found: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _by_run(found: Tensor) -> Tensor:
+    """``[n, B, T, H]`` as fewer rows of the same sums over tokens: one reduction to few columns keeps little of a GPU
+    busy."""
+    n, B, T, H = found.shape
+    runs = (B * T) % RUN == 0 and B * T > RUN
+    return found.view(n, -1, RUN, H).sum(2) if runs else found.view(n, B * T, H)
+
+
+def _sums(
+    found: Tensor, sums: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of dt, A and bias."""
-    dbias = None if bias is None else found[0].sum((0, 1)).to(bias.dtype)
-    return found[0].to(dt.dtype), found[1].sum((0, 1)).to(A.dtype), dbias
+    dbias = None if bias is None else sums[0].sum(0).to(bias.dtype)
+    return found[0].to(dt.dtype), sums[1].sum(0).to(A.dtype), dbias

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ring_la.kernels.fenwick.device import node_at, put, rows_of, tile
 from ring_la.kernels.momentum.device import SIZES, chunk, kept, number, rates_at
-from ring_la.kernels.momentum.launches import ChunksCall, Given, Kept
+from ring_la.kernels.momentum.launches import ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -42,7 +42,7 @@ def outputs_kernel(
     put(rows_of(O, b, token, h, T, H, H, V), o * scale, live, e, V)
 
 
-def outputs(call: ChunksCall, x: Given, kept: Kept) -> Tensor:
+def outputs(call: ChunksCall, x: Given, kept: KeptMomentum) -> Tensor:
     """o ``[B, T, H, V]``."""
     o = call.tokens(call.V)
     launch(

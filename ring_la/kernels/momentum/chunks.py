@@ -50,7 +50,7 @@ class _Chunks(torch.autograd.Function):
         from ..runtime.launch import aligned
         from .after import outputs
         from .before import before_forwards
-        from .launches import ChunksCall, Given, Kept
+        from .launches import ChunksCall, Given, KeptMomentum
         from .walks import forwards
 
         *tokens, S, M, cu, scale = given
@@ -60,7 +60,7 @@ class _Chunks(torch.autograd.Function):
         call = ChunksCall(B, T, H, K, V, cu, scale, x.q.dtype, x.q.device)
         inverse, rates, parts = before_forwards(call, x)
         w, before, ends = forwards(call, x.k, parts, rates, S, M)
-        kept = Kept(inverse, rates, w, *before)
+        kept = KeptMomentum(inverse, rates, w, *before)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*x, *kept)
         ctx.call = call
@@ -73,11 +73,11 @@ class _Chunks(torch.autograd.Function):
         from .before import before_backwards
         from .gates import gates
         from .gradients import reads, room, writes
-        from .launches import Given, Kept
+        from .launches import Given, KeptMomentum
         from .walks import backwards
 
         call, saved = ctx.call, ctx.saved_tensors
-        x, kept = Given(*saved[:8]), Kept(*saved[8:])
+        x, kept = Given(*saved[:8]), KeptMomentum(*saved[8:])
         do = torch.zeros_like(x.v) if do is None else aligned(do)
         if dS is not None or dM is not None:
             dS, dM = (room if t is None else aligned(t.float()) for t, room in zip((dS, dM), call.states()))

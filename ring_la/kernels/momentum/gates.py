@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ring_la.kernels.fenwick.device import node_at, rows_of, tile
 from ring_la.kernels.momentum.device import SIZES, chunk, kept, kept_turned, last, number, rates_at, sum_from
-from ring_la.kernels.momentum.launches import ChunksCall, Given, Kept
+from ring_la.kernels.momentum.launches import ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -97,7 +97,7 @@ def ends_kernel(
 
 
 def gates(
-    call: ChunksCall, x: Given, kept: Kept, do: Tensor, dv: Tensor, behind: tuple[Tensor, Tensor], sums: Tensor
+    call: ChunksCall, x: Given, kept: KeptMomentum, do: Tensor, dv: Tensor, behind: tuple[Tensor, Tensor], sums: Tensor
 ) -> Tensor:
     """Gradients of g, mu and beta ``[3, B, T, H]`` in fp32. sums: what `reads` and `writes` left."""
     found = [x.g.new_empty(3, *x.g.shape, dtype=call.wide) for _ in range(3)]

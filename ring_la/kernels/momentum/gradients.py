@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ring_la.kernels.fenwick.device import node_at, put, rows_of, tile
 from ring_la.kernels.momentum.device import SIZES, chunk, kept, kept_turned, last, number, rates_at
-from ring_la.kernels.momentum.launches import ROWS, ChunksCall, Given, Kept
+from ring_la.kernels.momentum.launches import ROWS, ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -92,7 +92,7 @@ def writes_kernel(
 
 
 def reads(
-    call: ChunksCall, x: Given, kept: Kept, do: Tensor, dv: Tensor, sums: Tensor
+    call: ChunksCall, x: Given, kept: KeptMomentum, do: Tensor, dv: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq and dp; those of a and b go into `sums`, where the rates are."""
     dq, dp = call.tokens(call.K), call.tokens(call.K)
@@ -106,7 +106,7 @@ def reads(
 
 
 def writes(
-    call: ChunksCall, x: Given, kept: Kept, do: Tensor, dv: Tensor, behind: tuple[Tensor, Tensor], sums: Tensor
+    call: ChunksCall, x: Given, kept: KeptMomentum, do: Tensor, dv: Tensor, behind: tuple[Tensor, Tensor], sums: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dk, and deta in fp32. behind: gradients of S and M behind chunks."""
     dk, deta = call.tokens(call.K), x.eta.new_empty(x.eta.shape, dtype=call.wide)

@@ -32,7 +32,7 @@ class Given(NamedTuple):
     eta: Tensor
 
 
-class Kept(NamedTuple):
+class KeptMomentum(NamedTuple):
     """What backward keeps: T less the identity ``[B, R, H, C, C]``, the chunks' numbers, w ``[B, T, H, V]``, and S and
     M before each chunk ``[B, R, H, K, V]``."""
 

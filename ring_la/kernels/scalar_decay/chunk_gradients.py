@@ -139,11 +139,13 @@ def chunk_gradients(
     dq, dk = (plan.new(B, T, H // 2 if paired else H, K, dtype=plan.dtype) for _ in range(2))
     read, rest = (*inputs.qkv, do, gates.read), (plan.chunks.table, T, plan.chunk_count, plan.scale)
     args = (*filled(*read, gates.skip, states, adjoints, dq, dk, dv, dg, db, da), *rest)
-    strong = dict(STRONG=gates.strong, SKIP=gates.skip is not None)
+    strong: dict[str, Any] = dict(STRONG=gates.strong, SKIP=gates.skip is not None)
     shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
     if paired:
+        from ring_la.kernels.scalar_decay.paired_gradients_hopper import paired_gradient_kernel
+
         launch(
-            paired_kernel(), (plan.chunk_count * (H // 2), B), *args, H=H, HK=HK, C=plan.chunk,
+            paired_gradient_kernel, (plan.chunk_count * (H // 2), B), *args, H=H, HK=HK, C=plan.chunk,
             VARLEN=plan.packed, **strong, num_warps=4,
         )  # fmt: skip
     elif not (gates.constant or gates.strong) and plan.gluon:
@@ -157,16 +159,6 @@ def chunk_gradients(
             STATIC=gates.constant, **strong, PREC=plan.precision, **how.options,
         )  # fmt: skip
     return Inputs(dq, dk, dv, dg, db, da)
-
-
-def paired_kernel() -> Any:
-    if table.LEAN:
-        from ring_la.kernels.scalar_decay.paired_gradients_lean_hopper import paired_gradient_lean_kernel
-
-        return paired_gradient_lean_kernel
-    from ring_la.kernels.scalar_decay.paired_gradients_hopper import paired_gradient_kernel
-
-    return paired_gradient_kernel
 
 
 def by_pairs(plan: SpanPlan) -> bool:

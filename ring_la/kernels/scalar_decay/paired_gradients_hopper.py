@@ -2,13 +2,15 @@
 program.
 
 A program reads q and k once for both, and leaves the sums of both heads' dq and dk. What is inside a chunk is summed
-before it is multiplied, (A_1 + A_2) k for A_1 k + A_2 k, as pairs do; what comes in with the state is read apart, since
-the decays' gradients want it by head. With β (`scalar_decay.recurrence`), x for v and u the sums below,
+before it is multiplied, (B_1 + B_2) q for B_1 q + B_2 q; what comes in with the state is read apart, since the decays'
+gradients want it by head. With β (`kernels.strength`), x for v and u the sums below,
 
     dx_j = β_j dv_j            dβ_j = e^{G_C−G_j} u_j + Σ_{i≥j} P_ji (x_j·do_i)            u_j = k_j · R x_j
 
-dk's two halves come first: with them x is done with, and its memory serves what is stored. The second half of S comes
-where the first was, while dv is made.
+How many instructions a program has decides its time: four warps, two programs a multiprocessor, hide little. So the
+pairs' factors are made once, for dk, and dq reads them from shared memory, transposed. dk's halves come first: with
+them x is done with, and its memory serves those factors and what is stored. The second half of S comes where the first
+was, while dv is made.
 """
 
 from __future__ import annotations
@@ -24,9 +26,7 @@ from ring_la.kernels.triton.gluon_tiles import (
     ask_whole,
     chunk_here,
     passing,
-    plus,
     product,
-    put,
     weights,
     widened,
 )
@@ -41,45 +41,51 @@ def by_token(x, FLAT: gl.constexpr):
 
 
 @gluon.jit
-def from_states(rows, first, second, dotted, inside, pairs, factor, factor2, u, u2, zeros, FLAT: gl.constexpr):
-    """64 channels of dq or dk: of each head `rows` times its state, by a factor a token, and once `pairs` times
+def from_states(rows, rows2, first, second, dotted, inside, pairs, factor, factor2, u, u2, zeros, FLAT: gl.constexpr):
+    """64 channels of dq or dk: of each head its rows times its state, by a factor a token, and once `pairs` times
     `inside`; and u, u2, to which the heads' products with `dotted` are added before they are multiplied."""
-    x = product(rows.index(0), first, zeros)
-    y = product(rows.index(1), second, zeros)
+    x = product(rows, first, zeros)
+    y = product(rows2, second, zeros)
     z = widened(dotted.load(zeros.type.layout))
     x = warpgroup_mma_wait(1, deps=[x])
     u += by_token(x * z, FLAT)
     x = x * factor[:, None]
-    y, _ = warpgroup_mma_wait(0, deps=[y, rows])
+    y, _, _ = warpgroup_mma_wait(0, deps=[y, rows, rows2])
     u2 += by_token(y * z, FLAT)
     x = warpgroup_mma(pairs, inside, x + y * factor2[:, None], is_async=True)
     return warpgroup_mma_wait(0, deps=[x]), u, u2
 
 
 @gluon.jit
-def pairs_of(P, B, g_row, g_column, seen, before, step, scale, STRONG: gl.constexpr, FLAT: gl.constexpr):
-    """Of a head, [j, i]: the factors of do in dv and of q in dk, what the pairs give the decay's gradient by token, and
-    β's. B: x·do."""
-    decay = weights(seen, g_column[None, :] - g_row[:, None]) * scale
+def pairs_of(P, B, g_row, g_column, seen, step, scale, STRONG: gl.constexpr, FLAT: gl.constexpr):
+    """Of a head, [j, i]: the factors of do in dv and of q in dk, and sums of the pairs by column, with β, and by row,
+    without. A token's pair with itself is in both, and cancels. B: x·do; P: k·q times `scale`."""
+    decay = weights(seen, g_column[None, :] - g_row[:, None])
     P = P * decay
     pairs = P * B
-    B = B * decay
-    to_step = g_row
+    of_rows = by_token(pairs, FLAT)
     if STRONG:
-        to_step = by_token(pairs, FLAT)
-        P = P * step[:, None]
-        B = B * step[:, None]
         pairs = pairs * step[:, None]
-    pairs = gl.where(before, pairs, 0.0)
-    reads = gl.convert_layout(gl.sum(pairs, 0), FLAT) - by_token(pairs, FLAT)
-    return P, B, reads, to_step
+        P = P * step[:, None]
+        B = B * decay * (step * scale)[:, None]
+    else:
+        B = B * decay * scale
+    return P, B, gl.convert_layout(gl.sum(pairs, 0), FLAT), of_rows
 
 
 @gluon.jit
-def gate_gradient(dg, reads, writes, through, t, n, H: gl.constexpr):
-    """Store that of a head, from what its tokens read and write and what passes through the chunk."""
-    sums = gl.associative_scan(reads, 0, plus, reverse=True) + gl.associative_scan(writes, 0, plus) - writes
-    gl.store(dg + t * H, sums + through, mask=t < n)
+def put_by(tile, p, x, n, STRIDE: gl.constexpr):
+    """Store n rows of an accumulator by a tile of its shape in shared memory, 16 bytes a thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tile.store(x.to(p.dtype.element_ty))
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    c = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    gl.store(p + r[:, None] * STRIDE + c[None, :], tile.load(layout), mask=(r < n)[:, None])
+
+
+@gluon.jit
+def both(a, b, c, d):
+    return a + c, b + d
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -96,11 +102,12 @@ def paired_gradient_kernel(
     K: gl.constexpr = 2 * D
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
-    STATE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    STATE: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     kind: gl.constexpr = v.dtype.element_ty
-    z = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
+    z = gl.allocate_shared_memory(kind, [C, D], SHARED)
+    z2 = gl.allocate_shared_memory(kind, [C, D], SHARED)
     w = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
     x = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
     y = gl.allocate_shared_memory(kind, [2, C, D], SHARED)
@@ -116,8 +123,9 @@ def paired_gradient_kernel(
     do += (token * H + h) * D
     states += chunk * (K * D)
     adjoints += chunk * (K * D)
+    ask(z, v, n, D, H * D)
+    ask(z2, v + D, n, D, H * D)
     for a in gl.static_range(2):
-        ask(z.index(a), v + a * D, n, D, H * D)
         ask(w.index(a), do + a * D, n, D, H * D)
     async_copy.commit_group()
     for m in gl.static_range(2):
@@ -143,63 +151,53 @@ def paired_gradient_kernel(
     step = g_row
     step2 = g_row2
 
-    arrived(3)
-    A = product(w.index(0), z.index(0), zeros)  # [i, j]
-    A2 = product(w.index(1), z.index(1), zeros)
-    past = row[:, None] >= column[None, :]
-    decay = weights(past, g_row[:, None] - g_column[None, :]) * scale
+    t = gl.arange(0, C, FLAT)
     if STRONG:
         step = gl.load(f + 3 * C + row)
         step2 = gl.load(f + 7 * C + row)
-        decay *= gl.load(f + 3 * C + column)[None, :]
-    A = warpgroup_mma_wait(1, deps=[A])
-    t = gl.arange(0, C, FLAT)
-    if SKIP:
-        same = row[:, None] == column[None, :]
-        da_ += token * H + h
-        gl.store(da_ + t * H, by_token(gl.where(same, A, 0.0), FLAT), mask=t < n)
-    A = A * decay
-    decay = weights(past, g_row2[:, None] - g_column2[None, :]) * scale
-    if STRONG:
-        decay *= gl.load(f + 7 * C + column)[None, :]
-    A2 = warpgroup_mma_wait(0, deps=[A2])
-    if SKIP:
-        gl.store(da_ + t * H + 1, by_token(gl.where(same, A2, 0.0), FLAT), mask=t < n)
-    A = gl.convert_layout((A + A2 * decay).to(kind), LEFT)
 
     arrived(2)
     P = product(y.index(0), x.index(0), zeros)  # k·q, [j, i]
     P = warpgroup_mma(y.index(1), x.index(1).permute((1, 0)), P, is_async=True)
-    B = product(z.index(0), w.index(0), zeros)
-    B2 = product(z.index(1), w.index(1), zeros)
+    B = product(z, w.index(0), zeros)
+    B2 = product(z2, w.index(1), zeros)
     P, B, B2 = warpgroup_mma_wait(0, deps=[P, B, B2])
+    if SKIP:
+        same = row[:, None] == column[None, :]
+        da_ += token * H + h
+        gl.store(da_ + t * H, by_token(gl.where(same, B, 0.0), FLAT), mask=t < n)
+        gl.store(da_ + t * H + 1, by_token(gl.where(same, B2, 0.0), FLAT), mask=t < n)
     seen = row[:, None] <= column[None, :]
-    before = row[:, None] < column[None, :]
-    P1, B, reads, to_step = pairs_of(P, B, g_row, g_column, seen, before, step, scale, STRONG, FLAT)
+    P = P * scale
+    P1, B, reads, inside = pairs_of(P, B, g_row, g_column, seen, step, scale, STRONG, FLAT)
     P1 = gl.convert_layout(P1.to(kind), LEFT)
-    P2, B2, reads2, to_step2 = pairs_of(P, B2, g_row2, g_column2, seen, before, step2, scale, STRONG, FLAT)
+    P2, B2, reads2, inside2 = pairs_of(P, B2, g_row2, g_column2, seen, step2, scale, STRONG, FLAT)
     P2 = gl.convert_layout(P2.to(kind), LEFT)
-    B = gl.convert_layout((B + B2).to(kind), LEFT)
+    pairs = (B + B2).to(kind)
+    B = gl.convert_layout(pairs, LEFT)
 
     arrived(1)
     reach = gl.load(f + 2 * C + row)
     reach2 = gl.load(f + 6 * C + row)
     dk, u, u2 = from_states(
-        z, R.index(0), R.index(2), y.index(0), x.index(0), B, reach, reach2, none, none, zeros, FLAT
+        z, z2, R.index(0), R.index(2), y.index(0), x.index(0), B, reach, reach2, none, none, zeros, FLAT
     )  # fmt: skip
     dk_later, u, u2 = from_states(
-        z, R.index(1), R.index(3), y.index(1), x.index(1), B, reach, reach2, u, u2, zeros, FLAT
+        z, z2, R.index(1), R.index(3), y.index(1), x.index(1), B, reach, reach2, u, u2, zeros, FLAT
     )  # fmt: skip
     dq_ += (token * (H // 2) + pair) * K
     dk_ += (token * (H // 2) + pair) * K
-    put(dk_, dk, n, D, H // 2 * K)
-    put(dk_ + D, dk_later, n, D, H // 2 * K)
+    gl.thread_barrier()
+    z.store(pairs)
+    put_by(z2, dk_, dk, n, H // 2 * K)
+    put_by(z2, dk_ + D, dk_later, n, H // 2 * K)
+    A = z.permute((1, 0))  # [i, j]
 
     arrived(0)
     keep = gl.load(f + C + row)
     keep2 = gl.load(f + 5 * C + row)
     dq, r, r2 = from_states(
-        w, S.index(0), S.index(1), x.index(0), y.index(0), A, keep, keep2, none, none, zeros, FLAT
+        w.index(0), w.index(1), S.index(0), S.index(1), x.index(0), y.index(0), A, keep, keep2, none, none, zeros, FLAT
     )  # fmt: skip
     through = passing(S.index(0), R.index(0), STATE)
     through2 = passing(S.index(1), R.index(2), STATE)
@@ -207,7 +205,7 @@ def paired_gradient_kernel(
     for a in gl.static_range(2):
         ask_whole(S.index(a), states + a * K * D + D * D, D, D)
     async_copy.commit_group()
-    put(dq_, dq, n, D, H // 2 * K)
+    put_by(z2, dq_, dq, n, H // 2 * K)
     dv = warpgroup_mma(y.index(0), R.index(0), zeros, use_acc=False, is_async=True)
     dv = warpgroup_mma(y.index(1), R.index(1), dv, is_async=True)
     dv2 = warpgroup_mma(y.index(0), R.index(2), zeros, use_acc=False, is_async=True)
@@ -221,25 +219,31 @@ def paired_gradient_kernel(
         dv += widened(w.index(0).load(TILE)) * gl.load(SKIPPED + h).to(gl.float32)
         dv2 += widened(w.index(1).load(TILE)) * gl.load(SKIPPED + h + 1).to(gl.float32)
     dv_ += (token * H + h) * D
-    put(dv_, dv, n, D, H * D)
-    put(dv_ + D, dv2, n, D, H * D)
+    put_by(z2, dv_, dv, n, H * D)
+    put_by(z2, dv_ + D, dv2, n, H * D)
 
     arrived(0)
     dq, r, r2 = from_states(
-        w, S.index(0), S.index(1), x.index(1), y.index(1), A, keep, keep2, r, r2, zeros, FLAT
+        w.index(0), w.index(1), S.index(0), S.index(1), x.index(1), y.index(1), A, keep, keep2, r, r2, zeros, FLAT
     )  # fmt: skip
     through += passing(S.index(0), R.index(1), STATE)
     through2 += passing(S.index(1), R.index(3), STATE)
-    put(dq_ + D, dq, n, D, H // 2 * K)
+    put_by(z2, dq_ + D, dq, n, H // 2 * K)
 
     gc = gl.load(f + C - 1)
     gc2 = gl.load(f + 5 * C - 1)
-    through = gl.sum(through, 0) * gl.exp2(gc)
-    through2 = gl.sum(through2, 0) * gl.exp2(gc2)
-    dg_ += token * H + h
-    gate_gradient(dg_, reads + r * gl.load(f + C + t), u * gl.load(f + 2 * C + t), through, t, n, H)
-    gate_gradient(dg_ + 1, reads2 + r2 * gl.load(f + 5 * C + t), u2 * gl.load(f + 6 * C + t), through2, t, n, H)
     if STRONG:
         db_ += token * H + h
-        gl.store(db_ + t * H, to_step + u * gl.exp2(gc - gl.load(f + t)), mask=t < n)
-        gl.store(db_ + t * H + 1, to_step2 + u2 * gl.exp2(gc2 - gl.load(f + 4 * C + t)), mask=t < n)
+        gl.store(db_ + t * H, inside + u * gl.exp2(gc - gl.load(f + t)), mask=t < n)
+        gl.store(db_ + t * H + 1, inside2 + u2 * gl.exp2(gc2 - gl.load(f + 4 * C + t)), mask=t < n)
+        inside *= gl.load(f + 3 * C + t)
+        inside2 *= gl.load(f + 7 * C + t)
+    reads += r * gl.load(f + C + t) - inside
+    reads2 += r2 * gl.load(f + 5 * C + t) - inside2
+    writes = u * gl.load(f + 2 * C + t)
+    writes2 = u2 * gl.load(f + 6 * C + t)
+    later, later2 = gl.associative_scan((reads, reads2), 0, both, reverse=True)
+    earlier, earlier2 = gl.associative_scan((writes, writes2), 0, both)
+    dg_ += token * H + h
+    gl.store(dg_ + t * H, later + earlier - writes + gl.sum(through, 0) * gl.exp2(gc), mask=t < n)
+    gl.store(dg_ + t * H + 1, later2 + earlier2 - writes2 + gl.sum(through2, 0) * gl.exp2(gc2), mask=t < n)

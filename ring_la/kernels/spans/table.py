@@ -104,9 +104,6 @@ GATE_SPAN = 1024
 PAIRED = True
 """Whether two heads of 64 value channels that share keys of 128 have their gradients made by one program, on Hopper."""
 
-LEAN = False
-"""Whether that program makes a pair's factors once, in shared memory: a fifth fewer instructions."""
-
 SLOTS = {64: 264, 128: 132, 256: 132}
 """Programs that run at a time in a pass under a scalar decay or none, by the width of heads."""
 

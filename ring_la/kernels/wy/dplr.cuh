@@ -190,9 +190,43 @@ INLINE int fitting(float (&S)[16][4], int& held, int y) {
   return held - y;
 }
 
-// Every span but one that begins (or, back, ends) a piece waits: nothing bounds what a token leaves of a state.
-INLINE int waiting(const Args& a, bool outer, int s, int h) {
-  if (outer) return 0;
-  if (threadIdx.x == 0) store_release(decided(a, s, h), 2);
-  return -1;
+// -- spans that start early -------------------------------------------------------------------------------------------
+// Nothing bounds what a token leaves of a state. So a span first finds what the chunks before it (backward: behind it) leave of the
+// identity. If that is nothing it goes over them once more from zero, and over its own; else it waits for the span before it.
+
+#define FORGOTTEN -37  // log2 of what is left of each channel in each that counts as forgotten: of 128 together 2^-30
+
+// How many chunks those are of the span's n, if as many are `there`; 0: the span begins (or, back, ends) a piece, or waits
+INLINE int early_by(int n, int there) {
+  const int j = min(max(n / 8, 4), 8);
+  return there >= j && n > j ? j : 0;
+}
+// Whether S, what they leave of the identity, is nothing; tells makers, and spans that would hand a state on. By eight warps.
+INLINE bool forgotten(const float (&S)[16][4], const Args& a, int s, int h, u32 agreed, u32 said, u32 decided_bar, int w, int lane) {
+  const bool found = uniform(agree(size_in_warp(S), true, agreed, w, lane) < FORGOTTEN);
+  between_warps();  // all have read it
+  if (w == 0 && lane == 0) {
+    store_release(decided(a, s, h), found ? 1 : 2);
+    sts32(said, found);
+    bar_arrive(decided_bar);
+  }
+  return found;
+}
+INLINE int waiting(bool outer) { return outer ? 0 : -1; }
+INLINE void zero(float (&S)[16][4]) {
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) S[nt][j] = 0.f;
+}
+
+// What the i-th chunk of makers is, of a span of n that begins `early` and has so many `passes` if it waits: its number from
+// the span's begin on (back: from its end), whether it has values (dO), whether it is the span's own
+struct Turn { int m; bool live, values, own; int pass; };
+INLINE Turn turn(int i, int early, bool found, int n, int passes) {
+  if (i < early) return {i - early, true, false, false, 0};
+  i -= early;
+  if (found) return {i - early, i < early + n, true, i >= early, 0};
+  const int pass = i / n;
+  return {i - pass * n, pass < passes, pass != 1, pass == passes - 1, pass};
 }

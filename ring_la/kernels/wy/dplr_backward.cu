@@ -15,8 +15,8 @@
 // over all of ki (V dS'^T) + bi (Y dS'^T), and S' dS'.
 //
 // A program works through a span of one head from its end to its begin: two pairs of warps make a chunk's factors
-// and find its pairs' gradients each, eight carry dS transposed, [V, K]. A span that is not a piece's last waits for the one
-// after it, going over its tokens three times as the forward does.
+// and find its pairs' gradients each, eight carry dS transposed, [V, K]. A span that is not a piece's last starts some chunks late from
+// zero where those behind it leave nothing of the identity, or waits for the one after it, as in the forward.
 #include "dplr.cuh"
 
 #define SLOTS 2 // chunks under way, one a pair of warps that makes factors
@@ -36,8 +36,8 @@
 #define AGREED (LARGEST + SLOTS * 64) // twice 32 bytes, see `agree`
 #define BARS (AGREED + 64)          // of each slot: full, empty, Z there, pairs' gradients there
 #define BARS_S (BARS + SLOTS * 32)  // of the state: full, empty
-#define OPEN (BARS_S + 16)          // a barrier: the last of several passes may begin
-#define SAID (OPEN + 16)            // the ticket; three words, of which `leave` takes the last
+#define OPEN (BARS_S + 16)          // barriers: the last of several passes may begin; it is known whether the span waits
+#define SAID (OPEN + 16)            // the ticket, what `choose` takes again, whether the span starts early, one of `leave`
 #define STEPS 700                   // of -G, by log2, in 16 bits
 
 // What a maker says of a chunk: powers of its tiles, of v and of dO, the most by which e^M makes dS larger, a bound of what q and dO
@@ -163,30 +163,37 @@ INLINE void fetch(const BackArgs& b, int chunk, int i, int h, u32 base, int lane
   copy_in(base + STATE, b.a.kept_S + kept_at(b.a, chunk, h) * (D * D), 32768, bar);
 }
 
-// The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
-// chunk whose gradients are wanted.
-INLINE void produce(const BackArgs& b, const Span& x, int h, int n, int passes, int first, u32 base, int w, int lane) {
-  const int pair = w >> 1, half = w & 1, before = (pair ^ first) & 1;  // whether the other pair has the first of the span's own
+// The chunks of a span, the last first: those behind it, if it may begin `early`, and then those again and its own n, or if it waits
+// these in as many `passes`, the second of three without dO.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int n, int early, int passes, u32 base, int w, int lane) {
+  const int pair = w >> 1, half = w & 1, lim = piece_end(b.a, x);
   const u32 at = base + pair * SLOT, full = base + BARS + pair * 32, numbers = base + NUMBERS + pair * 48;
+  bool found = false;
+  int of_Z = 0;  // this pair's chunks of the span's own
   if (w == 0) fetch(b, x.chunk + n - 1, 0, h, base, lane);
-  for (int c = pair; c < n * passes; c += SLOTS) {
+  for (int c = pair;; c += SLOTS) {
+    if (early && c >= early && c < early + SLOTS) {
+      bar_wait(base + OPEN + 8, 0);
+      found = lds32(base + SAID + 8);
+    }
+    const Turn now = turn(c, early, found, n, passes);
+    if (!now.live) break;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int pass = c / n, m = (pass + 1) * n - 1 - c;
-    const bool own = c >= first;
-    if (pass == 2) bar_wait(base + OPEN, 0);
-    load_chunk(b, x.begin + m * C, x.end, x.chunk + m, h, pass != 1, own, numbers, at, half, lane);
+    const int m = n - 1 - now.m;
+    if (now.pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(b, x.begin + m * C, lim, x.chunk + m, h, now.values, now.own, numbers, at, half, lane);
     cp_wait();
     __syncwarp();
-    make_chunk(b.a.scale, own, base + ENDS + pair * 512, numbers, base + LARGEST + pair * 64, at, pair, half, lane);
+    make_chunk(b.a.scale, now.own, base + ENDS + pair * 512, numbers, base + LARGEST + pair * 64, at, pair, half, lane);
     proxy_fence();
     __syncwarp();
     if (lane == 0) bar_arrive(full);
-    if (!own) continue;
-    bar_wait(full + 16, (c - first - before) / SLOTS & 1);
+    if (!now.own) continue;
+    bar_wait(full + 16, of_Z++ & 1);
     pair_gradients(half, at, lane);
     __syncwarp();
     if (lane == 0) bar_arrive(full + 24);
-    if (half == 0 && m) fetch(b, x.chunk + m - 1, c + 1 - first, h, base, lane);
+    if (half == 0 && m) fetch(b, x.chunk + m - 1, n - m, h, base, lane);
   }
 }
 
@@ -460,19 +467,36 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   multiply(S, power(-held));
 }
 
-INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, int passes, u32 base, int w, int lane) {
+INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int early, int passes, u32 base, int w, int lane) {
   const Args& a = b.a;
   float S[16][4];
-  if (passes > 1 || x.last)
-    begin_with(S, x.last && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
-  else
-    take(S, a, s + 1, h, w, lane);
+  int c = 0;  // of those under way
+  bool found = false;
 #pragma unroll 1
-  for (int pass = 0; pass < passes; pass++) {
-    walk(S, b, h, uniform(x.begin), uniform(x.end), pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
-    if (pass < passes - 1) between_passes(S, a, false, pass, s, h, base, base + OPEN, w, lane);
+  for (int pass = early ? -2 : 0; pass < passes; pass++) {  // below 0: over the chunks behind the span, from the identity, from zero
+    const bool last = pass == passes - 1;
+    const int chunks = pass < 0 ? early : n;
+    if (pass == -2) {
+      identity(S, w, lane);
+    } else if (pass == 0 && !found) {
+      if (passes > 1 || x.last)
+        begin_with(S, x.last && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+      else
+        take(S, a, s + 1, h, w, lane);
+    }
+    walk(S, b, h, uniform(x.begin), uniform(x.end), c, c + chunks, last ? c : c + chunks, base, w, lane);
+    c += chunks;
+    if (pass == -2) {
+      found = forgotten(S, a, s, h, base + AGREED, base + SAID + 8, base + OPEN + 8, w, lane);
+      zero(S);
+      if (!found) pass = -1;
+    } else if (pass == -1) {
+      pass = passes - 2;
+    } else if (!last) {
+      between_passes(S, a, false, pass, s, h, base, base + OPEN, w, lane);
+    }
   }
-  if (passes == 1) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
+  if (passes == 1 || found) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_constant__ BackArgs b) {
@@ -490,19 +514,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_
     bar_init(base + BARS_S, 1);
     bar_init(base + BARS_S + 8, 8);
     bar_init(base + OPEN, 1);
+    bar_init(base + OPEN + 8, 1);
     bars_ready();
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return waiting(a, x.last, s, h); });
+  const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return waiting(x.last); });
   const int s = mine.s, h = mine.h;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3, first = n * (passes - 1);
+  const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3;
+  const int early = uniform(x.last ? 0 : early_by(n, (piece_end(a, x) - x.end) / C));
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < 2 * SLOTS) produce(b, x, h, n, passes, first, base, w, lane);
+    if (w < 2 * SLOTS) produce(b, x, h, n, early, passes, base, w, lane);
   } else {
     registers_up<200>();
-    consume(b, x, s, h, n, first, passes, base, w, lane);
+    consume(b, x, s, h, n, early, passes, base, w, lane);
   }
 }

@@ -13,9 +13,9 @@
 // transposed, [V, K], as accumulators. A chunk whose factors do not fit (GL below log2's FITS) gives NaN: the caller has promised that
 // none does.
 //
-// A span that is not a piece's first waits for the state that the one before it leaves. It meanwhile finds what its tokens leave
-// of no state and of the identity (two passes without outputs), so that the state it leaves is a product once the one before
-// it is there.
+// A span that is not a piece's first starts some chunks early from zero where those leave nothing of the identity. Else it waits for the
+// state that the one before it leaves, and meanwhile finds what its tokens leave of no state and of the identity (two passes
+// without outputs), so that the state it leaves is a product once the one before it is there.
 #include "dplr.cuh"
 #include "triangle.cuh"
 
@@ -35,8 +35,8 @@
 #define LARGEST (NUMBERS + SLOTS * 32) // of makers: see `say_largest`
 #define AGREED (LARGEST + MAKERS * 64)    // twice 32 bytes, see `agree`
 #define BARS (AGREED + 64)               // of each slot: full, empty
-#define OPEN (BARS + SLOTS * 16)         // a barrier: the last pass may begin
-#define SAID (OPEN + 16)                 // the ticket, what `choose` takes again, an unused word, one of `leave`
+#define OPEN (BARS + SLOTS * 16)         // barriers: the last pass may begin; it is known whether the span waits
+#define SAID (OPEN + 16)                 // the ticket, what `choose` takes again, whether the span starts early, one of `leave`
 
 // What a maker says of a chunk: powers of its tiles, of v and of M, the most by which e^M makes the state larger, and a bound of what
 // k and v add to it
@@ -187,24 +187,32 @@ INLINE void make_chunk(float scale, bool outputs, u32 numbers, u32 said, u32 tri
   }
 }
 
-// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
-INLINE void produce(const Args& a, const Span& x, int h, int n, int passes, u32 base, int w, int lane) {
-  const int pair = w >> 1, half = w & 1;
-  for (int c = pair; c < n * passes; c += MAKERS) {
-    const int slot = c % SLOTS, pass = c / n, m = c - pass * n;
+// The chunks of a span: those before it, if it may begin `early`, and then those again and its own n, or if it waits these in as many
+// `passes`, the second of three without v.
+INLINE void produce(const Args& a, const Span& x, int h, int n, int early, int passes, u32 base, int w, int lane) {
+  const int pair = w >> 1, half = w & 1, lim = piece_end(a, x);
+  bool found = false;
+  for (int c = pair;; c += MAKERS) {
+    if (early && c >= early && c < early + MAKERS) {
+      bar_wait(base + OPEN + 8, 0);
+      found = lds32(base + SAID + 8);
+    }
+    const Turn now = turn(c, early, found, n, passes);
+    if (!now.live) break;
+    const int slot = c % SLOTS;
     const u32 at = base + slot * SLOT, full = base + BARS + slot * 16;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    if (pass == 2) bar_wait(base + OPEN, 0);
-    load_chunk(a, x.begin + m * C, x.end, h, pass != 1, at, half, lane);
+    if (now.pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(a, x.begin + now.m * C, lim, h, now.values, at, half, lane);
     cp_wait();
     __syncwarp();
-    make_chunk(a.scale, pass == passes - 1, base + NUMBERS + slot * 32, base + LARGEST + pair * 64, base + TRIANGLES + pair * TRIANGLE,
-               at, pair, half, lane);
+    make_chunk(a.scale, now.own, base + NUMBERS + slot * 32, base + LARGEST + pair * 64, base + TRIANGLES + pair * TRIANGLE, at, pair, half,
+               lane);
 #if KEEP
     __syncwarp();
-    if (pass == passes - 1) {  // L and M, or P of k and b
+    if (now.own) {  // L and M, or P of k and b
       const u32 from = (1 - half) * 4096 + lane * 16;
-      char* const to = (char*)a.kept_P + kept_at(a, x.chunk + m, h) * PAIRS + from;
+      char* const to = (char*)a.kept_P + kept_at(a, x.chunk + now.m, h) * PAIRS + from;
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         u32 z[4];
@@ -347,19 +355,35 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int begin, int end, in
   multiply(S, power(-held));
 }
 
-INLINE void consume(const Args& a, const Span& x, int s, int h, int n, int passes, u32 base, int w, int lane) {
+INLINE void consume(const Args& a, const Span& x, int s, int h, int n, int early, int passes, u32 base, int w, int lane) {
   float S[16][4];
-  if (passes > 1 || x.first)
-    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
-  else
-    take(S, a, s - 1, h, w, lane);
+  int c = 0;  // of those under way
+  bool found = false;
 #pragma unroll 1
-  for (int pass = 0; pass < passes; pass++) {
+  for (int pass = early ? -2 : 0; pass < passes; pass++) {  // below 0: over the chunks before the span, from the identity, from zero
     const bool last = pass == passes - 1;
-    walk(S, a, h, uniform(x.begin), uniform(x.end), uniform(x.chunk), pass * n, n, last, base, w, lane);
-    if (!last) between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
+    const int chunks = pass < 0 ? early : n;
+    if (pass == -2) {
+      identity(S, w, lane);
+    } else if (pass == 0 && !found) {
+      if (passes > 1 || x.first)
+        begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+      else
+        take(S, a, s - 1, h, w, lane);
+    }
+    walk(S, a, h, uniform(x.begin), uniform(x.end), uniform(x.chunk), c, chunks, last, base, w, lane);
+    c += chunks;
+    if (pass == -2) {
+      found = forgotten(S, a, s, h, base + AGREED, base + SAID + 8, base + OPEN + 8, w, lane);
+      zero(S);
+      if (!found) pass = -1;
+    } else if (pass == -1) {
+      pass = passes - 2;
+    } else if (!last) {
+      between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
+    }
   }
-  if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+  if (passes == 1 || found) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) dplr_forward(const __grid_constant__ Args a) {
@@ -372,20 +396,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_forward(const __grid_c
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
+    bar_init(base + OPEN + 8, 1);
     bars_ready();
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return waiting(a, x.first, s, h); });
+  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return waiting(x.first); });
   const int s = mine.s, h = mine.h;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int n = uniform((x.end - x.begin + C - 1) / C), passes = x.first || x.last ? 1 : 3;
+  const int before = x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T), early = uniform(x.first ? 0 : early_by(n, before / C));
   if (uniform(tid >> 8)) {
     registers_down<120>();
-    if (w < 2 * MAKERS) produce(a, x, h, n, passes, base, w, lane);
+    if (w < 2 * MAKERS) produce(a, x, h, n, early, passes, base, w, lane);
   } else {
     registers_up<192>();
-    consume(a, x, s, h, n, passes, base, w, lane);
+    consume(a, x, s, h, n, early, passes, base, w, lane);
 #if KEEP
     if (lane == 0) copied_out();
 #endif

@@ -67,10 +67,8 @@ def _keeping(launches: Any, kept: Any, enough: Callable[[Inputs], bool] = lambda
 
 GLA_BY_LAUNCH = True
 """Whether GLA goes by one launch each way: 0.47 to 0.78 of chunks' time on an H200, with less error."""
-DPLR_BY_LAUNCH = False
-"""The same of DPLR whose gate has a bound: half the time, gradients' errors 1.4 to 1.7 times those of chunks."""
-DPLR_READS_BY_LAUNCH = False
-"""The same of its forward alone, where no backward follows: by the emulator its errors are below those of chunks."""
+DPLR_BY_LAUNCH = True
+"""The same of DPLR whose gate has a bound."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
@@ -80,9 +78,9 @@ GLA = _keeping(gla_launches, gla_launches.KeptPairs)
 DPLR = _keeping(dplr_launches, gdn_launches.KeptChunks)
 
 
-def knobs() -> tuple[int, bool, bool, bool]:
+def knobs() -> tuple[int, bool, bool]:
     """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
-    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, DPLR_READS_BY_LAUNCH
+    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
@@ -96,8 +94,7 @@ def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
         return DELTA if use.alone and DELTA.enough(inputs) else None
     if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH and (use.alone or not use.saved):
         return GLA
-    reads = DPLR_READS_BY_LAUNCH and not use.saved
-    if rule.plain == Rule("dplr", "diagonal") and (reads or (DPLR_BY_LAUNCH and (use.alone or not use.saved))):
+    if rule.plain == Rule("dplr", "diagonal") and DPLR_BY_LAUNCH and (use.alone or not use.saved):
         g, bound = inputs.g, rule.lower_bound
         fits = bound is not None and bound >= dplr_launches.LEAST and g is not None and g.dtype == torch.bfloat16
         return DPLR if fits else None

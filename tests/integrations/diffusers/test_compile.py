@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("diffusers")
 
 import ring_la
+from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
 from ring_la.integrations.diffusers import parallelize
 from tests.support.attention_cases import error
 from tests.support.pool import group
@@ -44,6 +45,36 @@ def check_compiled(rank: int, name: str) -> list[float]:
 def test_blocks_are_one_graph(ranks, name):
     for found in ranks.run(2, check_compiled, name):
         assert max(found) < 1e-9
+
+
+def check_sizes(rank: int) -> tuple[list[int], float]:
+    """Graphs after each of 20 sizes of a video whose blocks are compiled for all sizes, and the worst error."""
+    torch._dynamo.reset()
+    shape, cpu, graphs = SHAPES["wan"], torch.device("cpu"), []
+    models = [build(shape._replace(tiny=shape.tiny | dict(num_layers=2)), None, True, cpu, torch.float32) for _ in "12"]
+    for model in models:
+        parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for block in models[0].blocks:
+        block.compile(fullgraph=True, dynamic=True, backend=counted)
+    after, worst = [], 0.0
+    with torch.no_grad():
+        for rows in range(5, 25):
+            inputs = draw_inputs(shape, (3, 16 * rows, 64), True, cpu, torch.float32)
+            got, want = (model(**inputs, return_dict=False)[0] for model in models)
+            after.append(len(graphs))
+            worst = max(worst, error(got, want))
+    return after, worst
+
+
+def test_blocks_are_compiled_once_for_all_sizes(ranks):
+    for after, worst in ranks.run(2, check_sizes):
+        assert worst < 1e-5
+        assert after[1:] == [after[1]] * 19, after  # a second size may tell what the first had by chance
 
 
 def check_whole(rank: int, name: str) -> float:

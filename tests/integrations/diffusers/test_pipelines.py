@@ -30,6 +30,7 @@ from diffusers import (
 import ring_la
 from ring_la.errors import RingLAError
 from ring_la.integrations.diffusers import parallelize, restore
+from ring_la.integrations.diffusers.tea_cache import enable_tea_cache
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
@@ -208,6 +209,7 @@ STEP_CACHES = {
     "SeaCache": lambda: SeaCacheConfig(
         threshold=0.5, raw_vision_callback=lambda *x: [x.mT.view(4, 1, 3, 5) for x in x[2]["hidden_states"]]
     ),
+    "TeaCache": lambda: "TeaCache",
     "cache-dit": lambda: None,
 }
 
@@ -225,7 +227,7 @@ def check_caches(rank: int) -> list[str]:
 def enable(model: torch.nn.Module, config: object) -> None:
     """A cache of Diffusers, or by None that of cache-dit, which decides as First Block Cache does."""
     if config is not None:
-        model.enable_cache(config)
+        enable_tea_cache(model, 5, 0.1, (1.0, 0.0)) if config == "TeaCache" else model.enable_cache(config)
         return
     blocks, pattern = [model.transformer_blocks, model.single_transformer_blocks], cache_dit.ForwardPattern.Pattern_1
     adapter = cache_dit.BlockAdapter(transformer=model, blocks=blocks, forward_pattern=[pattern] * 2)

@@ -52,7 +52,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
-UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, qwen4_exp, rwkv, xlstm, zaya)))
+UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, latents, qwen4_exp, rwkv, xlstm, zaya)))
 """Classes whose state a split call cannot put into a cache."""
 
 

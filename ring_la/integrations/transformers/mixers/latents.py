@@ -3,9 +3,9 @@
 Their forward asks ``expand_kv(latent, rotary)`` for keys and values and gives these to an attention function. Here it
 gets latents back, and the attention function makes keys and values of them where they arrive: latents travel.
 
-With DeepSeek's sparse attention (DSA: V3.2, GLM-MoE-DSA, HY-V4, A.X-K2, Dots3-Note) an indexer picks the keys each
-token reads, over the whole sequence: index keys go to every rank, scores exist for some tokens at a time, and what is
-picked goes to the attention function as places in the sequence.
+With DeepSeek's sparse attention (DSA: V3.2, GLM-MoE-DSA, HY-V4, A.X-K2, Dots3-Note, Mistral Large 4) an indexer picks
+the keys each token reads, over the whole sequence: index keys go to every rank, scores exist for some tokens at a time,
+and what is picked goes to the attention function as places in the sequence.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def latent_attention(call: ModelCall, layer: Any, *args, **keywords):
     keys travel."""
     kind: Any = type(layer)
     if getattr(layer, "indexer", None) is not None:
-        layer = Overriding(layer, indexer=functools.partial(pick, call, layer.indexer))
+        picking = pick_scaled if hasattr(layer.indexer, "softmax_scaling") else pick
+        layer = Overriding(layer, indexer=functools.partial(picking, call, layer.indexer))
     cached = keywords.get("past_key_values") is not None
     if not is_matrix(layer.kv_b_proj) or not _expands(kind) or (cached and not caches_latents(kind)):
         return inspect.unwrap(kind.forward)(layer, *args, **keywords)
@@ -105,9 +106,36 @@ def pick(
         q, k = index_vectors(indexer, hidden_states, q_resid, position_embeddings)
         if past_key_values is not None:
             k = past_key_values.update_indexer(k, indexer.layer_idx)
-        w = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
-        w = w * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-        return lightning_index(q, k, w, indexer.index_topk, **call.split).places[:, :, 0]
+        return _picked(call, indexer, q, k, hidden_states)
+
+
+def _picked(call: ModelCall, indexer: Any, q: Tensor, k: Tensor, hidden_states: Tensor) -> Tensor:
+    w = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+    w = w * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+    return lightning_index(q, k, w, indexer.index_topk, **call.split).places[:, :, 0]
+
+
+def pick_scaled(
+    call: ModelCall,
+    indexer: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: object,
+    position_ids: Tensor,
+    past_key_values: Any = None,
+) -> Tensor:
+    """The same of ``MistralLarge4TextIndexer``: queries come from the layer's input and grow with their positions, and
+    in some layers nothing is rotated."""
+    R, D = indexer.qk_rope_head_dim, indexer.head_dim
+    with torch.no_grad():
+        q = indexer.wq_b(indexer.q_input_norm(hidden_states)).unflatten(-1, (-1, D))
+        q = indexer.softmax_scaling(q, position_ids, head_dim_first=False)
+        k = indexer.k_norm(indexer.wk(hidden_states))[:, :, None]
+        if indexer.use_rope:
+            rotate = inspect.unwrap(type(indexer).forward).__globals__["apply_rotary_pos_emb_interleave"]
+            turned = rotate(q[..., :R], k[..., :R], *position_embeddings, unsqueeze_dim=2)
+            q, k = (torch.cat([a, x[..., R:]], -1) for a, x in zip(turned, (q, k)))
+        return _picked(call, indexer, q, k[:, :, 0], hidden_states)
 
 
 def index_vectors(
@@ -140,7 +168,14 @@ INDEXERS = {
     "Dots3NoteTextIndexer": Rotated("apply_rotary_pos_emb_interleave"),
     "HYV4Indexer": Rotated("apply_rotary_pos_emb", first=False),
 }
-DSA = ("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention")
+DSA = (
+    "AXK2Attention",
+    "DeepseekV32Attention",
+    "Dots3NoteTextAttention",
+    "GlmMoeDsaAttention",
+    "HYV4Attention",
+    "MistralLarge4TextAttention",
+)
 
 CLASSES = (
     "AXK1Attention",
@@ -156,3 +191,5 @@ CLASSES = (
 )
 
 MIXERS = dict.fromkeys((*CLASSES, *DSA), latent_attention)
+UNCACHED = {"MistralLarge4TextAttention"}
+"""Layers that read the latents of others."""

@@ -1,0 +1,122 @@
+"""Tiny models of Transformers whose layers are softmax attention."""
+
+from __future__ import annotations
+
+from tests.support.transformers_case import Case, case
+
+SOFTMAX: dict[str, Case] = {
+    "llama": case("LlamaForCausalLM"),
+    "mistral": case("MistralForCausalLM", sliding_window=7),
+    "qwen2": case(
+        "Qwen2ForCausalLM",
+        skip=("head_dim",),
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "qwen3": case("Qwen3ForCausalLM"),
+    "gemma2": case(
+        "Gemma2ForCausalLM",
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=0.5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma3": case(
+        "Gemma3ForCausalLM",
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gpt_oss": case(
+        "GptOssForCausalLM",
+        router=True,
+        sliding_window=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "olmo3": case(
+        "Olmo3ForCausalLM",
+        skip=("head_dim",),
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "mixtral": case("MixtralForCausalLM", router=True, num_local_experts=4),
+    "llama4": case(
+        "Llama4ForCausalLM",
+        attention_chunk_size=6,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0, 1],
+        attn_temperature_tuning=False,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+    ),
+    "deepseek_v3": case(
+        "DeepseekV3ForCausalLM",
+        num_key_value_heads=4,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+        head_dim=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "phi3_longrope": case(
+        "Phi3ForCausalLM",
+        skip=("head_dim",),
+        original_max_position_embeddings=30,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 30,
+        },
+    ),
+    "llama_dynamic": case(
+        "LlamaForCausalLM",
+        max_position_embeddings=30,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+    ),
+    "gptj": case("GPTJForCausalLM", skip=("intermediate_size", "num_key_value_heads", "head_dim"), rotary_dim=4),
+    "gpt_neo": case(
+        "GPTNeoForCausalLM",
+        skip=("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=5,
+    ),
+    "falcon": case(
+        "FalconForCausalLM",
+        skip=("intermediate_size", "num_key_value_heads", "head_dim"),
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
+    "gpt_neox_japanese": case(
+        "GPTNeoXJapaneseForCausalLM",
+        skip=("intermediate_size", "num_key_value_heads", "head_dim"),
+        intermediate_multiple_size=2,
+    ),
+    "xglm": case(
+        "XGLMForCausalLM",
+        skip=(
+            *("hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        ),
+        d_model=32,
+        ffn_dim=48,
+        num_layers=2,
+        attention_heads=4,
+        dropout=0.0,
+        attention_dropout=0.0,
+    ),
+    "gpt2": case("GPT2LMHeadModel", skip=("intermediate_size", "num_key_value_heads", "head_dim")),
+}
