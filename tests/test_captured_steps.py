@@ -7,53 +7,23 @@ same misuses by graphs of CUDA: tests/gpu/test_capture_misuse.py.
 from __future__ import annotations
 
 import random
-import sys
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import ring_la
 from ring_la.capture import CapturedStep
 from ring_la.step_graph import changed, drawn
 from tests.support.pool import group
+from tests.support.step_graphs import Repeating, standing
 
 PATIENCE = 5
-
-
-class Stand:
-    """Streams and graphs of a device that there is none of."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.strict = False
-
-    @staticmethod
-    def capturing() -> bool:
-        return False
-
-    def run(self, call, strict):
-        return call()
-
-    def end(self):
-        return SimpleNamespace(query=lambda: True)
-
-    def ends(self):
-        return [self.end()]
-
-    def write(self, call):
-        return SimpleNamespace(replay=lambda: None, reset=lambda: None), call()
 
 
 @pytest.fixture
 def stand(monkeypatch):
     standing(monkeypatch.setattr)
-
-
-def standing(put, kind=Stand) -> None:
-    put(sys.modules[CapturedStep.__module__], "StepStream", kind)
-    put(CapturedStep, "_device", lambda self, tensors: torch.device("cpu"))
 
 
 def model_and_optimizer():
@@ -263,35 +233,9 @@ def test_a_rank_that_does_not_capture(ranks):
     assert all(x.startswith(("DisagreementError", "PeerError")) for x in said), said
 
 
-class Repeating(Stand):
-    """A stand-in whose replays do the step again, into what it returned the first time."""
-
-    def write(self, call):
-        out, replays = call(), []
-
-        def replay():
-            if replays:
-                for mine, new in zip(pytree.tree_leaves(out), pytree.tree_leaves(call()), strict=True):
-                    mine.copy_(new)
-            replays.append(1)
-
-        return SimpleNamespace(replay=replay, reset=lambda: None), out
-
-
 @pytest.fixture
 def repeating(monkeypatch):
     standing(monkeypatch.setattr, Repeating)
-
-
-def test_decoding_in_a_server(repeating):
-    """Sequences that come and go, and are sampled between steps: nothing of it is the graph's."""
-    from tests.serving.engines import Asked, engine, prompt, serve, truth
-
-    jobs = [Asked(prompt(n), 12) for n in (5, 9, 3, 7)]
-    served = engine(batch=2, capture=True)
-    serve(served, jobs)
-    assert [job.tokens for job in jobs] == [truth(job.request.ids, 12) for job in jobs]
-    assert served.batch.graphs >= 1
 
 
 def test_the_training_example(repeating):
@@ -310,31 +254,6 @@ def test_the_training_example(repeating):
             losses[-1].append(step(torch.randint(32, (1, 12), generator=torch.Generator().manual_seed(n))))
             schedule.step()
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
-def check_denoising(rank: int) -> None:
-    """Another time of every call, and a weight that is replaced."""
-    from ring_la.integrations.diffusers import parallelize
-    from tests.integrations.diffusers.models import make
-
-    model, inputs = make("flux")
-    inputs = {n: x.detach() for n, x in inputs.items()}
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        want = [model(**inputs | dict(timestep=inputs["timestep"] / n)).sample for n in range(1, 8)]
-        standing(patch.setattr, Repeating)
-        parallelize(model, ring_la.ContextParallel(group(), scan="ring"), capture=True)
-        got = [model(**inputs | dict(timestep=inputs["timestep"] / n)).sample for n in range(1, 8)]
-        assert model._ring_la_captured.step.graphs == 1
-        model.proj_out.weight = torch.nn.Parameter(2 * model.proj_out.weight)  # another kind of call
-        calls(lambda x: model(**inputs), None)
-        assert model._ring_la_captured.step.graphs == 2
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_denoising_steps(ranks):
-    pytest.importorskip("diffusers")
-    ranks.run(2, check_denoising)
 
 
 def test_what_a_step_binds_is_not_held(stand):
