@@ -73,8 +73,8 @@ def momentum_delta_rule(
         v: ``[B, T, H, V]`` with H a multiple of Hk. p: what is asked of S before a step ``[B, T, H, K]`` (or Hk heads).
         g, mu: log-decays of S and of M ``[B, T, H]``, ≤ 0. beta, eta: rates of S and of M ``[B, T, H]``.
 
-    States are ``(S, M)``. On one CUDA device q, k, v and p in bf16 or fp16, K and V from 33 to 128, go by kernels;
-    other calls by PyTorch's operations, in fp32 or wider. A rank waits for the one before it, a group of heads at a time.
+    States are ``(S, M)``. On one CUDA device q, k, v and p in bf16 or fp16, K and V from 33 to 128, go by kernels; the
+    rest by PyTorch's operations, in fp32 or wider. A rank waits for the one before it, a group of heads at a time.
     """
     scale, H = float(options.scale), v.shape[2]  # type: ignore[arg-type]
     kernels = _by_kernels([q, k, v, p, g, mu, beta, eta], options)
