@@ -33,6 +33,8 @@ from .erase import keys_of
 from .recurrence import recurrence
 
 CHUNK = 64
+ON_RANKS = False
+"""Whether split calls go by the kernels, too: ranks have not run them in bf16 on GPUs yet."""
 
 
 def token(
@@ -71,8 +73,8 @@ def momentum_delta_rule(
         v: ``[B, T, H, V]`` with H a multiple of Hk. p: what is asked of S before a step ``[B, T, H, K]`` (or Hk heads).
         g, mu: log-decays of S and of M ``[B, T, H]``, ≤ 0. beta, eta: rates of S and of M ``[B, T, H]``.
 
-    States are ``(S, M)``. q, k, v and p in bf16 or fp16, K and V up to 128, go by kernels on CUDA; others by PyTorch's
-    operations, in fp32 or wider. A rank waits for the one before it, a group of heads at a time.
+    States are ``(S, M)``. On one CUDA device q, k, v and p in bf16 or fp16, K and V from 33 to 128, go by kernels; the
+    rest by PyTorch's operations, in fp32 or wider. A rank waits for the one before it, a group of heads at a time.
     """
     scale, H = float(options.scale), v.shape[2]  # type: ignore[arg-type]
     kernels = _by_kernels([q, k, v, p, g, mu, beta, eta], options)
@@ -97,7 +99,9 @@ def _by_kernels(given: Sequence[Tensor], options: CommonOptions) -> bool:
     """Whether a call goes by the kernels."""
     if options.backend == "torch":
         return False
-    why = "deterministic=True fixes PyTorch's order" if fixed(options.layout) else unsupported(given)
+    why = unsupported(given)
+    if options.layout is not None and (fixed(options.layout) or not ON_RANKS):
+        why = "a split sequence, whose runs go by PyTorch's operations"
     if why and options.backend == "triton":
         raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     return not why

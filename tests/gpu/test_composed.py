@@ -156,13 +156,6 @@ def test_kernels_of_momentum(case, record_property):
     assert max(found.values()) < {torch.float16: 3e-3, torch.bfloat16: 1e-2}[MOMENTUM[case][-1]], found
 
 
-@pytest.mark.parametrize("P", [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (2, 3, 4)])
-def test_ranks_go_by_the_kernels_of_momentum(gpu_ranks, P, record_property):
-    found = gpu_ranks.run(P, momentum_cases.split_errors, "small packed")
-    record_property("errors", found)
-    assert max(e for of in found for e in of.values()) < 2e-5, found
-
-
 SHARES = {
     "fp32": (300, 128, None, torch.float32),
     "packed": (300, 36, (0, 1, 1, 190, 300), torch.float32),

@@ -53,6 +53,7 @@ def test_a_run_of_tokens_goes_by_the_kernels():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 and narrow heads, which the kernels do not take on GPUs")
 @pytest.mark.parametrize("documents", ["small", "small packed"])
 def test_ranks_go_by_the_kernels(ranks, documents):
     for rank, found in enumerate(ranks.run(2, split_errors, documents)):

@@ -59,12 +59,12 @@ def errors(
 
 
 def split_errors(rank: int, documents: str) -> dict[str, float]:
-    """The relative error of all that a split call gives by the kernels in fp32, which calls do not take otherwise."""
-    if not torch.cuda.is_available():
-        interpreted()
-    kept, momentum.unsupported = momentum.unsupported, lambda given: ""
+    """The relative error of all that a split call gives by the kernels, interpreted, in fp32."""
+    interpreted()
+    kept = momentum.unsupported, momentum.ON_RANKS
+    momentum.unsupported, momentum.ON_RANKS = lambda given: "", True
     try:
         true = Truth(BY_NAME["momentum_delta_rule"], documents, torch.float32)
         return split(ring_la.momentum_delta_rule, true, ring_la.ContextParallel(pool.group()), backend="triton")
     finally:
-        momentum.unsupported = kept
+        momentum.unsupported, momentum.ON_RANKS = kept
