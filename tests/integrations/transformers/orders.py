@@ -50,7 +50,7 @@ def main(names: list[str]) -> int:
                 kind = ("zigzag", "contiguous")[(number + i) % 2]
                 count += 1
                 try:
-                    compare(ranks.run(size, split, case, packed, kind), alone(case, packed))
+                    compare(ranks.run(size, split, case, packed, kind), alone(case, packed), case, packed)
                     said.append("equal")
                 except (AssertionError, RankError) as e:
                     failures += 1

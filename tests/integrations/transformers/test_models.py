@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,9 +19,9 @@ def batch(rows: int = 1) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(7))
 
 
-def alone(case: Case, packed: bool) -> dict[str, torch.Tensor]:
+def alone(case: Case, packed: bool, make: Callable[[], torch.nn.Module] | None = None) -> dict[str, torch.Tensor]:
     """Loss, logits and gradients of the unmodified model; documents one at a time."""
-    model, ids = case.make(), batch(1 if packed else 2)
+    model, ids = (make or case.make)(), batch(1 if packed else 2)
     router = {"output_router_logits": True} if case.router and not packed else {}
     if packed:
         parts = list(zip(DOCUMENTS, DOCUMENTS[1:]))
@@ -59,16 +61,38 @@ def split(rank: int, case: Case, packed: bool, kind: str = "zigzag") -> dict[str
     return {"loss": out.loss.detach(), "logits": logits} | grads
 
 
-def compare(results: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+def compare(
+    results: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor], case: Case, packed: bool
+) -> None:
     """Every rank's results against those of one process, relative to the largest entry of each tensor.
 
-    One rounding of all weights moves single gradients of these models by up to 7e-4.
+    One rounding of all weights moves single gradients of these models by up to 7e-4, and logits of some tokens by 8e-5,
+    differently on each kind of processor: what is further off than most is held to twice what a rounding moves here.
     """
     for result in results:
         for key, x in expected.items():
             error, scale = float((result[key] - x).abs().max()), max(float(x.abs().max()), 1e-2)
-            bound = 5e-5 if key in ("loss", "logits") else 2e-3
-            assert error <= bound * scale, f"{key}: {error:.1e} of {scale:.1e}"
+            bound = (5e-5 if key in ("loss", "logits") else 2e-3) * scale
+            if error > bound:
+                bound = 2 * max(float((r[key] - x).abs().max()) for r in rounded(case, packed))
+            assert error <= bound, f"{key}: {error:.1e} of {scale:.1e}"
+
+
+def rounded(case: Case, packed: bool) -> list[dict[str, torch.Tensor]]:
+    """`alone` of models whose weights are an ulp off, up or down."""
+    found = []
+    for seed in range(4):
+        signs = torch.Generator().manual_seed(seed)
+
+        def make(signs: torch.Generator = signs) -> torch.nn.Module:
+            model = case.make()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1 + (torch.randint(0, 2, p.shape, generator=signs) * 2 - 1) * torch.finfo(p.dtype).eps)
+            return model
+
+        found.append(alone(case, packed, make))
+    return found
 
 
 OFTEN, CHEAP = ((2, False), (3, True)), ((2, True), (3, False))
@@ -80,7 +104,7 @@ CHECKS = [(name, *check) for name in CASES for check in (OFTEN + CHEAP if name i
 def test_as_on_one_process(ranks, name, size, packed):
     if not hasattr(transformers, CASES[name].model):
         pytest.skip(f"this version of transformers has no {CASES[name].model}")
-    compare(ranks.run(size, split, CASES[name], packed), alone(CASES[name], packed))
+    compare(ranks.run(size, split, CASES[name], packed), alone(CASES[name], packed), CASES[name], packed)
 
 
 def moved(rank: int, case: Case) -> set[tuple[int, ...]]:
