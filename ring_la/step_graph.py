@@ -45,11 +45,11 @@ class StepStream:
 
     def end(self) -> torch.cuda.Event:
         """An event behind all that was launched in the caller's order."""
-        return torch.cuda.current_stream(self.device).record_event()
+        return _recorded(torch.cuda.current_stream(self.device))
 
     def ends(self) -> list[torch.cuda.Event]:
         """Events behind all that was launched here, by the caller and by steps."""
-        return [self.end(), self._stream.record_event()]
+        return [self.end(), _recorded(self._stream)]
 
     def write(self, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """A graph of the step, and what it returns; nothing is computed.
@@ -123,3 +123,9 @@ def reason(error: BaseException) -> str:
     if frames[-1] != where:
         at += f", in {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`"
     return f"{at}: {' '.join(said[:1] + said[1:][-1:])}"
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

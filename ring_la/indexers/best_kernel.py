@@ -125,7 +125,7 @@ class BestLists:
 
     def __init__(self, like: Tensor, topk: int) -> None:
         self._shape, self._topk = like.shape[:3], topk
-        rows, self._padded = like.shape[:3].numel(), max(16, triton.next_power_of_2(topk))
+        rows, self._padded = like.shape[:3].numel(), max(16, int(triton.next_power_of_2(topk)))
         self._room = max(4 * self._padded, 2 * BLOCK)
         self._keys, self._places = like.new_empty(2, rows, self._room, dtype=torch.int32)
         self._count = like.new_zeros(rows, dtype=torch.int32)

@@ -81,7 +81,9 @@ def loss_and_gradients(
     loss = tl.zeros((BN,), tl.float32)
     dq, dw = tl.zeros((BI, BD), tl.float32), tl.zeros((BI,), tl.float32)
     for first in range(0, S, BN):
-        at, seen, k, a, rest = tile(K, AK, CHOSEN, first + n, S, start, token, k_t, ak_t, width, KW, RW, BK, BR, BD)
+        at, seen, k, a, rest = tile(  # pyright: ignore[reportGeneralTypeIssues]
+            K, AK, CHOSEN, first + n, S, start, token, k_t, ak_t, width, KW, RW, BK, BR, BD
+        )
         s = (tl.dot(aq, tl.trans(a)) + tl.dot(ar, tl.trans(rest))) * scale
         p = tl.where(there[:, None] & seen[None, :], tl.exp(s - lse[:, None]), 0.0)
         p = tl.sum(p, 0) / of_attention
@@ -124,4 +126,4 @@ def with_gradients(
 
 
 def _padded(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    return max(16, int(triton.next_power_of_2(n)))
