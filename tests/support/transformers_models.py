@@ -68,3 +68,12 @@ INDEXED: dict[str, Case] = {
 CASES: dict[str, Case] = SOFTMAX | RECURRENT | INDEXED
 
 Factory = Callable[[], torch.nn.Module]
+
+
+def an_ulp_off(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """A model whose weights are an ulp off, up or down."""
+    signs = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + (torch.randint(0, 2, p.shape, generator=signs) * 2 - 1) * torch.finfo(p.dtype).eps)
+    return model

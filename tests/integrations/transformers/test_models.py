@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.transformers_models import CASES, SOFTMAX, VOCABULARY, Case  # noqa: E402
+from tests.support.transformers_models import CASES, SOFTMAX, VOCABULARY, Case, an_ulp_off  # noqa: E402
 
 LENGTH = 37
 DOCUMENTS = (0, 9, 10, 24, 37)
@@ -80,19 +80,7 @@ def compare(
 
 def rounded(case: Case, packed: bool) -> list[dict[str, torch.Tensor]]:
     """`alone` of models whose weights are an ulp off, up or down."""
-    found = []
-    for seed in range(4):
-        signs = torch.Generator().manual_seed(seed)
-
-        def make(signs: torch.Generator = signs) -> torch.nn.Module:
-            model = case.make()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(1 + (torch.randint(0, 2, p.shape, generator=signs) * 2 - 1) * torch.finfo(p.dtype).eps)
-            return model
-
-        found.append(alone(case, packed, make))
-    return found
+    return [alone(case, packed, lambda n=n: an_ulp_off(case.make(), n)) for n in range(4)]
 
 
 OFTEN, CHEAP = ((2, False), (3, True)), ((2, True), (3, False))
