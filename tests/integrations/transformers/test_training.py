@@ -169,9 +169,7 @@ def lora(rank: int, targets: list[str], saved: list[str]) -> None:
         got = split(input_ids=x, labels=x)
         got.loss.backward()
         close(got.loss, want.loss)
-        for n, g in gradients(
-            split, cp
-        ).items():  # within twice what an ulp of the weights moves
+        for n, g in gradients(split, cp).items():  # within twice what an ulp of the weights moves
             moved = 2 * max(float((r[n] - expected[n]).abs().max()) for r in rounded)
             close(g, expected[n], atol=max(2e-5, moved), msg=lambda m, n=n: f"{n}: {m}")
     assert any("lora" in n and bool(g.any()) for n, g in expected.items())
