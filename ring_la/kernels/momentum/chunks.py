@@ -1,6 +1,7 @@
-"""The momentum delta rule on one device, by Triton: outputs, and the states behind documents, with gradients.
+"""The momentum delta rule by Triton: outputs, and the states behind documents, with gradients.
 
-In an eager call alone: what traces one sees the PyTorch of `recurrences.momentum`.
+On one device, or of a run of a rank's tokens. In an eager call alone: what traces one sees the PyTorch of
+`recurrences.momentum`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ SIZES = range(33, 129)
 
 
 def unsupported(tokens: Sequence[Tensor]) -> str:
-    """Why there are no kernels for q, k, v, p, g, mu, beta and eta of a call, or an empty string."""
+    """Why there are no kernels for q, k, v, p, g, mu, beta and eta of a call, or an empty string: the same on all
+    ranks, which may have no tokens."""
     q, k, v, p, *gates = tokens
     if not (q.is_cuda and triton_installed()) or traced(q):
         return "no eager call on a CUDA device with Triton"
@@ -28,7 +30,7 @@ def unsupported(tokens: Sequence[Tensor]) -> str:
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype}, {p.dtype}: the kernels take bf16 or fp16, one for q, k, v, p"
     if q.shape[3] not in SIZES or v.shape[3] not in SIZES:
         return f"head sizes {q.shape[3]} and {v.shape[3]}: the kernels take {SIZES[0]} to {SIZES[-1]}"
-    return "" if q.numel() and v.numel() else "no tokens"
+    return "" if v.shape[0] * v.shape[2] else "no rows or no heads"
 
 
 def chunks(
