@@ -25,7 +25,7 @@ import ring_la
 from ring_la.indexers import index_kernel, lightning_index, lightning_loss, loss_kernel
 from ring_la.softmax.backends.triton import chosen_sorted
 
-from ..latents import N, R, L, draw
+from ..latents import L, N, R, draw
 from ..options import need_gpus
 from ..sparse import choose
 

@@ -35,8 +35,8 @@ KINDS = [("few heads", 9), ("many heads", 1), ("rising", 9), ("equal", 30), ("fp
 
 @pytest.mark.parametrize(("kind", "topk"), KINDS)
 def test_the_choice_is_that_of_a_stable_sort(kind, topk, monkeypatch):
-    """Queries that stay and that are read again, documents, strips and chunks; lists that PyTorch sorts (30); scores that
-    rise from key to key, and equal ones, of which the first are chosen."""
+    """Queries that stay and that are read again, documents, strips and chunks; lists that PyTorch sorts (30); scores
+    that rise from key to key, and equal ones, of which the first are chosen."""
     from ring_la.indexers import best_kernel, index_kernel
     from ring_la.indexers.eight_bits import eight_bits
     from ring_la.indexers.lightning import index_scores
