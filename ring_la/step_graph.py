@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ class StepStream:
         here, before = torch.cuda.current_stream(self.device), drawn()
         graph, first, out = torch.cuda.CUDAGraph(), None, None
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), no_collection():
                 warnings.filterwarnings("error", message="The CUDA Graph is empty")
                 with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                     try:
@@ -85,6 +87,18 @@ class StepStream:
             pass
         generator = torch.cuda.default_generators[self.device.index]
         generator.graphsafe_set_state(generator.clone_state())  # the same numbers go on, outside of the capture
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without Python's collection of garbage: an older graph among it would end the capture that is under way."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def drawn() -> dict[str, Any]:
