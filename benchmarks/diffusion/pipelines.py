@@ -106,6 +106,8 @@ def images(options: argparse.Namespace, group: Group, book: Book) -> None:
                 if found is not None:
                     book.add(row | found)
             pipe = None
+            if mode.startswith("compiled"):
+                torch._dynamo.reset()  # whose limit of compilations counts those of all rows
             if group.on_cuda:
                 torch.cuda.empty_cache()
 
