@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu(needs=2)
 
 KINDS, STRATEGIES = ("contiguous", "zigzag", "striped"), ("ring", "all_gather", "ulysses")
 HALVES = (torch.bfloat16, torch.float16)
-BACKENDS, TRANSPORTS = ("cudnn", "flash", "triton", "torch"), ("torch", "auto")
+BACKENDS, TRANSPORTS = ("cudnn", "flash", "flash_attn_4", "triton", "torch"), ("torch", "auto")
 JOBS, COMPILING = 10, 75.0
 """Processes a GPU that compile, and the seconds they get: what is left is compiled where it is met."""
 
