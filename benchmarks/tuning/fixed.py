@@ -14,7 +14,7 @@ import torch
 
 from ring_la.kernels.fixed import library, product, weight, weight_sum
 from ring_la.kernels.fixed.bounds import bounds_of
-from ring_la.kernels.fixed.weight_sum import Tile
+from ring_la.kernels.fixed.weight_sum import WeightTile
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 
@@ -22,16 +22,16 @@ SHAPES = ((7680, 2560), (2560, 2560), (13696, 2560), (2560, 6848), (32768, 2560)
 """N and K."""
 PRODUCTS = [dict(), dict(GROUP=16), dict(BN=128, num_stages=4)]
 WEIGHTS = [
-    Tile(),
-    Tile(num_stages=6),
-    Tile(num_stages=10),
-    Tile(num_stages=14),
-    Tile(halves=2, num_stages=5),
-    Tile(halves=2, num_stages=6),
-    Tile(256, 128),
-    Tile(256, 128, halves=2, num_stages=6),
-    Tile(128, 128),
-    Tile(128, 128, num_warps=4, num_stages=6),
+    WeightTile(),
+    WeightTile(num_stages=6),
+    WeightTile(num_stages=10),
+    WeightTile(num_stages=14),
+    WeightTile(halves=2, num_stages=5),
+    WeightTile(halves=2, num_stages=6),
+    WeightTile(256, 128),
+    WeightTile(256, 128, halves=2, num_stages=6),
+    WeightTile(128, 128),
+    WeightTile(128, 128, num_warps=4, num_stages=6),
 ]
 """Of `weight_sum`."""
 NARROW = ((20, 2560), (48, 2560))
@@ -109,7 +109,7 @@ def main() -> None:
             row(f"dW {tuple(tile)}, exactly: {exactly}", [lambda s=s: sums(s) for s in SHAPES])
         except Exception as error:
             print(f"dW {tuple(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    weight_sum.TILE = Tile()
+    weight_sum.TILE = WeightTile()
     for s in SHAPES[1:2]:
         exact, found = x[s[0]].double().T @ x[s[1]].double(), sums(s).double()
         nearest = (exact.bfloat16().double() - exact).square().mean().sqrt()
