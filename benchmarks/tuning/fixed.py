@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ring_la.kernels.fixed import bounds as bounds_
 from ring_la.kernels.fixed import library, product, weight, weight_sum
 from ring_la.kernels.fixed.bounds import bounds_of
 from ring_la.kernels.fixed.weight_sum import WeightTile
@@ -73,7 +74,9 @@ def main() -> None:
     row("torch x W", [lambda s=s: x[s[1]] @ w[s].T for s in SHAPES])
     row("torch dy W", [lambda s=s: x[s[0]] @ w[s] for s in SHAPES])
     row("torch dW", [lambda s=s: x[s[0]].T @ x[s[1]] for s in SHAPES])
-    row("bounds", [lambda s=s: bounds_of(x[s[0]], x[s[1]], places) for s in SHAPES])
+    for wide in ((128, 4), (128, 2), (256, 4), (256, 8), (512, 8)):
+        bounds_.WIDE, bounds_.WARPS = wide
+        row(f"bounds {wide}", [lambda s=s: bounds_of(x[s[0]], x[s[1]], places) for s in SHAPES])
 
     def changed(more: dict[str, Any]) -> Callable[..., None]:
         def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
