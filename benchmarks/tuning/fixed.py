@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ring_la.kernels.fixed import bounds as bounds_
-from ring_la.kernels.fixed import library, product, weight, weight_sum
+from ring_la.kernels.fixed import conv, library, product, weight, weight_sum
 from ring_la.kernels.fixed.bounds import bounds_of
 from ring_la.kernels.fixed.weight_sum import WeightTile
 from ring_la.kernels.runtime.launch import launch
@@ -58,6 +58,21 @@ def row(name: str, calls: list[Callable[[], Any]]) -> None:
     print(f"{name:70} {sum(times):7.3f}  " + " ".join(f"{t:.3f}" for t in times), flush=True)
 
 
+def convolutions(x: torch.Tensor, places: torch.Tensor) -> None:
+    """The short convolution of four taps, forward and back."""
+    lead, w = torch.zeros(len(places), 3, x.shape[1], device=x.device, dtype=x.dtype), torch.randn(x.shape[1], 4)
+    w = w.to(x)
+    for how in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
+        conv.FORWARD = conv.SLOPES = conv.BACK = how
+        row(
+            f"convolution {how}, forward; and back",
+            [
+                lambda: conv.block_conv(x, lead, w, None, places, True),
+                lambda: conv.block_conv_gradients(x, x, lead, w, None, places, True),
+            ],
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
@@ -91,6 +106,7 @@ def main() -> None:
 
         return run
 
+    convolutions(x[7680], places)
     row("cuBLAS, checked, x W", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
     row("cuBLAS, checked, dy W", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
     for kind, found in library._found.items():

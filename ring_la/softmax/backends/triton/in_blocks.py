@@ -1,6 +1,6 @@
 """Our kernels with the same bits however a sequence is split: `Canonical` in few launches.
 
-The side that a row sums over stands in blocks of 64 at fixed places of its documents, filled up with rows of
+The side that a row sums over stands in blocks, a tile each, at fixed places of its documents, filled up with rows of
 nobody: keys are met first blocks first, queries last blocks first. To a row a block that it does not see is an exact
 nothing, so that rows of any other place, document or rank may lie in its tile.
 
@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ....context import CANONICAL_CHUNK
 from ...geometry import Pair, Tokens, once
 from ...geometry.fixed import NOBODY
 from ...merging import Partial, row_sums
@@ -23,8 +22,9 @@ from ...merging.parts import dense
 from ...scores import Scores
 from ..backend import Ask, QueryRows
 from ..canonical import Canonical
+from . import table
 from .backend import TritonBackend
-from .launch import General
+from .launch import General, padded
 from .plan import TileLists, meet
 from .table import TileSettings
 
@@ -57,23 +57,23 @@ class RowsInBlocks(NamedTuple):
         return lse if self.nobody is None else self.fill(lse, 2).masked_fill_(self.nobody, torch.inf)
 
 
-def in_blocks(tokens: Tokens) -> RowsInBlocks:
-    """The rows by document and position, made once; empty where there are none."""
-    return tokens.kept(in_blocks, lambda: _in_blocks(tokens))
+def in_blocks(tokens: Tokens, size: int) -> RowsInBlocks:
+    """The rows by document and position in blocks of that size, made once; empty where there are none."""
+    return tokens.kept(in_blocks, lambda: _in_blocks(tokens, size), size)
 
 
-def _in_blocks(tokens: Tokens) -> RowsInBlocks:
+def _in_blocks(tokens: Tokens, size: int) -> RowsInBlocks:
     position, document, index = (x.cpu() for x in (tokens.positions, tokens.documents, tokens.index))
-    number = torch.div(position, CANONICAL_CHUNK, rounding_mode="floor")
+    number = torch.div(position, size, rounding_mode="floor")
     which, block_of = torch.unique(torch.stack([document, number]), dim=1, return_inverse=True)
-    places = block_of * CANONICAL_CHUNK + position - number * CANONICAL_CHUNK
+    places = block_of * size + position - number * size
     if torch.equal(places, torch.arange(len(places))):
         return RowsInBlocks(tokens, tokens, None, None)
-    length, device = which.shape[1] * CANONICAL_CHUNK, tokens.device
-    at = (which[1] * CANONICAL_CHUNK)[:, None] + torch.arange(CANONICAL_CHUNK)
+    length, device = which.shape[1] * size, tokens.device
+    at = (which[1] * size)[:, None] + torch.arange(size)
     of, stands, source = (torch.full((length,), x) for x in (NOBODY, 0, 0))
     of[places], stands[places], source[places] = document, index, torch.arange(len(places))
-    everyone = which[0].repeat_interleave(CANONICAL_CHUNK)
+    everyone = which[0].repeat_interleave(size)
     own, filled = (Tokens(None, length, device, (at.flatten().to(device), d.to(device))) for d in (of, everyone))
     own.index = filled.index = stands.to(device)
     return RowsInBlocks(own, filled, source.to(device), (of == NOBODY).to(device))
@@ -99,6 +99,10 @@ def _lists(seen: Tensor, whole: Tensor) -> TileLists:
     return TileLists(order.to(torch.int32).contiguous(), counts.to(torch.int32).contiguous())
 
 
+def _tile(settings: dict[int, TileSettings], q: Tensor, v: Tensor) -> TileSettings:
+    return table.settings(settings, padded(max(q.shape[3], v.shape[3])), q.dtype)
+
+
 class InBlocks(General):
     """Launches over tiles of one side, of which each meets the other's blocks in order."""
 
@@ -120,7 +124,7 @@ class CanonicalTriton(Canonical):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import kernels
 
-        keys = in_blocks(pair.keys)
+        keys = in_blocks(pair.keys, _tile(FORWARD, q, v).keys)
         q, k, v = dense(q), dense(keys.fill(k)), dense(keys.fill(v))
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -133,7 +137,7 @@ class CanonicalTriton(Canonical):
         from . import kernels
 
         assert x.delta is not None
-        keys = in_blocks(pair.keys)
+        keys = in_blocks(pair.keys, _tile(BACKWARD_QUERIES, x.q, v).keys)
         q, do, k, v = dense(x.q), dense(x.do), dense(keys.fill(k)), dense(keys.fill(v))
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
         if q.numel() and k.numel():
@@ -147,7 +151,7 @@ class CanonicalTriton(Canonical):
         from . import kernels
 
         assert x.delta is not None
-        rows = in_blocks(pair.rows)
+        rows = in_blocks(pair.rows, _tile(BACKWARD_KEYS, x.q, v).rows)
         q, do, k, v = dense(rows.fill(x.q)), dense(rows.fill(x.do)), dense(k), dense(v)
         dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (k, v))
         if q.numel() and k.numel():
