@@ -6,7 +6,11 @@ same misuses by graphs of CUDA: tests/gpu/test_capture_misuse.py.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import weakref
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,7 +18,7 @@ import torch
 
 import ring_la
 from ring_la.capture import CapturedStep
-from ring_la.step_graph import changed, drawn
+from ring_la.step_graph import StepStream, changed, drawn
 from tests.support.pool import group
 from tests.support.step_graphs import Repeating, standing
 
@@ -282,3 +286,24 @@ def test_what_a_step_binds_is_not_held(stand):
         optimizer.param_groups[0]["lr"] = 0.1 / (n + 1)
         model.table = torch.ones(2)
     assert step.graphs == 1
+
+
+def test_nothing_is_collected_during_a_capture(monkeypatch):
+    """A graph in a cycle that is freed during a capture breaks it: what is left of earlier steps goes before."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *a, **k: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stream = object.__new__(StepStream)
+    stream.device, stream._stream = torch.device("cpu"), None
+
+    class Earlier:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gone, seen = weakref.ref(Earlier()), []
+    stream.write(lambda: seen.append((gone(), gc.isenabled())))
+    assert seen == [(None, False)]
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="of the step"):
+        stream.write(lambda: (_ for _ in ()).throw(ValueError("of the step")))
+    assert gc.isenabled()
