@@ -1,9 +1,9 @@
 """Where the host's time of one call goes: `python -m benchmarks.host_parts --out host-parts.json`.
 
-µs of the host, medians over rounds of calls none of which waits for the GPU, at 2,048 tokens and 16 heads (a shape where
+µs of the host, medians over rounds of calls none of which waits for the GPU, at 2,048 tokens and 16 heads (where
 the host is the bound): for each operator forward without and with gradients, and of each the parts that its tape has
-(allocations, launches, all that a tape does) and how many there are; what is left is Python before and behind. Beside it
-what one of each part takes (an allocation, a launch by Triton and by ours, an autograd Function, zeros), PyTorch's
+(allocations, launches, all that a tape does) and how many there are; what is left is Python before and behind. Beside
+it what one of each part takes (an allocation, a launch by Triton and by ours, an autograd Function, zeros), PyTorch's
 scaled_dot_product_attention, and with --fla fla-core's functions. --profile prints the functions of Python.
 """
 
