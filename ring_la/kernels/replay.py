@@ -92,8 +92,8 @@ class Step(NamedTuple):
 
 
 class PlayedOutput:
-    """Forward passes that one tape plays (see `known.Shortcut`): of the step `node`, on tensors that are each another one
-    and lie as the kernels take them."""
+    """Forward passes that one tape plays (see `known.Shortcut`): of the step `node`, on tensors that are each another
+    one and lie as the kernels take them."""
 
     __slots__ = ("_border", "_knobs", "_node")
 
