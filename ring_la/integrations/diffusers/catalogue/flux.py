@@ -93,6 +93,7 @@ def _flux_family(name: str, keywords: str, *inputs: str, embedding: str = "") ->
     return replace(plan, steps=step_layers(embedding, name)) if embedding else plan
 
 
+_KEYWORDS = "joint_attention_kwargs"
 _chroma = {
     "temb": SAME,
     "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
@@ -142,7 +143,7 @@ FLUXES: Mapping[str, ModelPlan] = {
         },
         {
             "BriaFiboTransformerBlock": _like_flux(
-                "BriaFiboAttnProcessor", "joint_attention_kwargs", KeyMask(FRONT, within="attention_mask")
+                "BriaFiboAttnProcessor", _KEYWORDS, KeyMask(FRONT, within="attention_mask")
             ),
             "BriaFiboSingleTransformerBlock": BlockPlan(
                 {
@@ -155,8 +156,7 @@ FLUXES: Mapping[str, ModelPlan] = {
                 wide=WideLayer(),
             ),
         },
-        (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", "guidance")
-        + ("joint_attention_kwargs",),
+        (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", *("guidance", _KEYWORDS)),
         outputs={"context_embedder": {0: TokenRows(TEXT)}, "caption_projection": {0: TokenRows(TEXT)}},
     ),
     "ChromaTransformer2DModel": ModelPlan(
