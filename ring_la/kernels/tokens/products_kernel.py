@@ -25,8 +25,8 @@ from ring_la.kernels.runtime.launch import launch
 WEIGHTS = 4
 """Side by side, at most."""
 AHEAD = False
-"""Whether a program has all of its weights fetched into the GPU's L2 cache before it waits for the launch before it: while
-a layer's small kernels run, the memory is idle."""
+"""Whether a program has all of its weights fetched into the GPU's L2 cache before it waits for the launch before it:
+while a layer's small kernels run, the memory is idle."""
 LINE = tl.constexpr(128)
 """Bytes that are fetched at once."""
 TILE = (4, 512, 4)
