@@ -6,7 +6,10 @@ same misuses by graphs of CUDA: tests/gpu/test_capture_misuse.py.
 
 from __future__ import annotations
 
+import gc
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,7 +17,7 @@ import torch
 
 import ring_la
 from ring_la.capture import CapturedStep
-from ring_la.step_graph import changed, drawn
+from ring_la.step_graph import StepStream, changed, drawn
 from tests.support.pool import group
 from tests.support.step_graphs import Repeating, standing
 
@@ -282,3 +285,26 @@ def test_what_a_step_binds_is_not_held(stand):
         optimizer.param_groups[0]["lr"] = 0.1 / (n + 1)
         model.table = torch.ones(2)
     assert step.graphs == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_in_a_capture(fails, monkeypatch):
+    """A graph among the garbage would be given back there, which ends the capture ("operation not permitted")."""
+    stands = dict(Stream=lambda device: None, current_stream=lambda device: None, set_stream=lambda stream: None)
+    stands |= dict(CUDAGraph=SimpleNamespace, graph=lambda graph, **how: nullcontext())
+    for name, stand in stands.items():
+        monkeypatch.setattr(torch.cuda, name, stand)
+    stream, on = StepStream(torch.device("cpu")), []
+
+    def step():
+        on.append(gc.isenabled())
+        if fails:
+            raise ZeroDivisionError
+        return 3
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            stream.write(step)
+    else:
+        assert stream.write(step)[1] == 3
+    assert on == [False] and gc.isenabled()
