@@ -149,7 +149,8 @@ def check_sharded(rank: int) -> list[tuple[list[int], list[int], list[int]]] | N
     """(tokens served by graphs, by plain steps, those of `generate` with whole weights) of each request to a `HybridLM`
     whose weights are in parts where there are several ranks."""
     cp = ContextParallel(pool.group(), validate="never", timeout=60)
-    model, asked, tokens = make(256, 4, ["gdn", "mamba2", "attention"], torch.float32), [(1, 30), (40, 12), (13, 20)], {}
+    model, tokens = make(256, 4, ["gdn", "mamba2", "attention"], torch.float32), {}
+    asked = [(1, 30), (40, 12), (13, 20)]
     want = [generate(model, torch.tensor([prompt(length)], device="cuda"), n)[0].tolist() for length, n in asked]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_weights, "LEAST", 4096)
