@@ -72,8 +72,8 @@ def _short_heads(shares: Sequence[int], window: int, unit: int) -> list[int] | N
     """Borders of a zigzag of one document whose first segments have even parts of what its first tokens see less than
     a window, and whose last segments have the rest of the ranks' tokens; None where a rank's share is shorter.
 
-    With W = window + 1, the tokens before x miss x W − x² / 2 pairs of x W, and all W² / 2: a share r / P of it is missed
-    before x = W (1 − √(1 − r / P)).
+    With W = window + 1, the tokens before x miss x W − x² / 2 pairs of x W, and all W² / 2: a share r / P of these is
+    missed before x = W (1 − √(1 − r / P)).
     """
     P, full = len(shares) - 1, window + 1
     heads = [unit * round(full * (1 - (1 - r / P) ** 0.5) / unit) for r in range(P + 1)]
