@@ -196,7 +196,7 @@ def ours(
                 for streams in args.streams if copies and strategy in ("ring", "auto") else ["auto"]:
                     said, two_streams = STREAMS[streams]
                     way = strategy + (", copied" if copies else ", sent") + said
-                    name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
+                    name = f"ring_la {way} {backend}" + (f" {kind}" if cu or window >= 0 else "")
                     out.append(Way(name, backend, our_call(more, two_streams), tokens_of(layout), copies))
     return out
 
