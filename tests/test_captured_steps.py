@@ -308,7 +308,8 @@ def test_nothing_is_collected_in_a_capture(fails, monkeypatch):
             stream.write(step)
     else:
         assert stream.write(step)[1] == 3
-    assert on == [False] and gc.isenabled()
+    assert on == [False]
+    assert gc.isenabled()
 
 
 def check_told_at_once(rank: int) -> tuple[str, float]:
