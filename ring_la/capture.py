@@ -29,6 +29,9 @@ from .step_calls import hashable, known, own_copy, refuse_elsewhere, refuse_outs
 from .step_graph import StepStream, reason
 from .surroundings import Snapshot, Surroundings
 
+AS_FAR = "as far as the end of its capture"
+"""What ranks that compare how their captures went say to those that are elsewhere."""
+
 IN_FLIGHT = 2
 """Replays that may wait on the device before a call waits for the oldest."""
 HINT = "What waits for the device, or decides by its values, belongs outside of the step"
@@ -235,9 +238,10 @@ class CapturedStep:
         """Raise on every rank why one cannot capture, if one cannot."""
         why = "" if error is None else str(error) if isinstance(error, UnsupportedError) else reason(error)
         told = [why]
-        if self._cp is not None and self._cp.size > 1:
+        known = isinstance(error, DisagreementError) and AS_FAR in str(error)  # by one that is here, and raises
+        if self._cp is not None and self._cp.size > 1 and not known:
             try:
-                self._cp.comm.agreement.agree("capturing the step", "as far as that")
+                self._cp.comm.agreement.agree("capturing the step", AS_FAR)
                 told = self._cp.comm.agreement.tell(why)
             except (DisagreementError, PeerError):  # another is not even here
                 if error is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,9 @@ class StepStream:
         here, before = torch.cuda.current_stream(self.device), drawn()
         graph, first, out = torch.cuda.CUDAGraph(), None, None
         try:
-            with warnings.catch_warnings(), no_collection():
+            with warnings.catch_warnings():
                 warnings.filterwarnings("error", message="The CUDA Graph is empty")
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                with no_garbage(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                     try:
                         out = call()
                     except Exception as error:  # behind it CUDA says that the capture is no good, and not why
@@ -89,15 +89,17 @@ class StepStream:
         generator.graphsafe_set_state(generator.clone_state())  # the same numbers go on, outside of the capture
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Without Python's collection of garbage: an older graph among it would end the capture that is under way."""
-    on = gc.isenabled()
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Nothing is collected here: a graph that an earlier step left in a cycle would be freed, which CUDA refuses during
+    a capture, and the capture with it."""
+    gc.collect()
+    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if on:
+        if collecting:
             gc.enable()
 
 

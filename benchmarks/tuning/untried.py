@@ -21,10 +21,10 @@ from unittest import mock
 
 import torch
 
-from ring_la.kernels.fused import discretise, discretise_kernel
+from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
-from ring_la.kernels.scalar_decay import attend
+from ring_la.kernels.scalar_decay import attend, states
 from ring_la.kernels.spans import table
 from ring_la.kernels.wy import one_launch
 
@@ -98,30 +98,27 @@ def rwkv7(forgets: bool) -> Question:
 
 
 def mamba2(skips: bool) -> Question:
-    """Mamba-2 by pairs of heads with its step in the recurrence's kernels, which is today's; and a head a program, Δ x
-    made before."""
-    case, skip = CASES["mamba2"], (discretise, "SKIP_INSIDE", True)
-    was = (table, "PAIRED", False), (discretise, "STEP_INSIDE", False)
+    """Mamba-2 by pairs of heads, its step and its skip in the recurrence's kernels, which is today's; and a head a
+    program, Δ x made before."""
+    case, was = CASES["mamba2"], ((table, "PAIRED", False), (discretise, "STEP_INSIDE", False))
 
     def draw(shape: Shape, device: str) -> Inputs:
         x = inputs(case, shape, device)
         return x | ({"D": torch.linspace(0.5, 1.5, shape.H, device=device).requires_grad_()} if skips else {})
 
-    arms = Arm("today", case.ours), Arm("skip", case.ours, (skip,)), Arm("heads", case.ours, was)
-    arms = arms if skips else arms[::2]
+    arms = Arm("today", case.ours), Arm("heads", case.ours, was)
     shapes = "1x32768x80x128x64", "1x4096x80x128x64", "8x4096x16x128x64"
     return Question(draw, case.truth, arms, shapes[:1] if skips else shapes)
 
 
 def mamba2_passes() -> Question:
-    """Its passes over spans by twice as many spans, the pass of o with twice the warps, sums of the step's gradients by
-    runs of tokens first."""
-    case = CASES["mamba2"]
-    slots = (table, "SLOTS", table.SLOTS | {128: 528})
-    warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
-    runs = (discretise_kernel, "RUN", 128)
-    changes = {"today": (), "runs": (runs,), "spans": (slots,), "warps": (warps,), "all": (runs, slots, warps)}
-    arms = tuple([Arm(name, case.ours, change) for name, change in changes.items()])
+    """Its pass of o a chunk at a time or by 32 columns, its pass of the states' gradients by all key channels."""
+    case, tiling = CASES["mamba2"], table.Tiling
+    attends = {"near": tiling(64, 4, 1), "narrow": tiling(32, 4, 2), "narrow, near": tiling(32, 4, 1, 168)}
+    changes = {n: ((attend, "ATTEND_GATED", table.ATTEND_GATED | {128: t}),) for n, t in attends.items()}
+    whole = {"whole": tiling(128, 4, 2), "whole, wide": tiling(128, 8, 3), "ahead": tiling(64, 4, 4)}
+    changes |= {n: ((states, "STATES", table.STATES | {128: t}),) for n, t in whole.items()}
+    arms = tuple([Arm(name, case.ours, change) for name, change in ({"today": ()} | changes).items()])
     return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
 
 
@@ -130,9 +127,9 @@ QUESTIONS = {
     "rwkv7": rwkv7(forgets=True),
     "gla_slow": launched(forgets=False),
     "rwkv7_slow": rwkv7(forgets=False),
-    "mamba2": mamba2(skips=False),
-    "mamba2_skip": mamba2(skips=True),
     "mamba2_passes": mamba2_passes(),
+    "mamba2_skip": mamba2(skips=True),
+    "mamba2": mamba2(skips=False),
 }
 
 

@@ -79,6 +79,19 @@ def check_index(q: Tensor, k: Tensor, w: Tensor, longer: bool = False) -> None:
         raise ArgumentError("w", f"[B, T, Hi] = [{B}, {T}, {heads}]", list(w.shape))
 
 
+def check_choice(q: Tensor, k: Tensor, w: Tensor, backend: object, fp8: object, longer: bool) -> None:
+    """Refuse what the lightning indexer's choice does not take."""
+    check_index(q, k, w, longer)
+    if backend not in (None, "torch", "triton"):
+        raise ArgumentError("backend", "None, torch or triton", repr(backend))
+    if not isinstance(fp8, bool):
+        raise ArgumentError("fp8", "True or False", repr(fp8))
+    if backend == "triton" and not (triton_installed() and q.dtype != torch.float64):
+        raise UnsupportedError("backend", "Triton, and numbers of at most 32 bits", repr(backend), "'torch' does it")
+    if fp8 and q.dtype == torch.float64:
+        raise UnsupportedError("fp8", "numbers of at most 32 bits", q.dtype, "Leave it out")
+
+
 def check_loss(
     q: Tensor,
     k: Tensor,

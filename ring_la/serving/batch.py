@@ -7,7 +7,7 @@ has memory of its own, and short ones are not padded to it. Under several ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +106,11 @@ class Batch:
     def sample(self) -> list[int | Exception | None]:
         """The next token of each row; None where the logits are not finite, which no sampling survives, and an error
         where they could not be sampled, which is that row's alone."""
+        tokens, errors = self._next_tokens()
+        return told(tokens.tolist(), errors)
+
+    def _next_tokens(self) -> tuple[torch.Tensor, dict[int, Exception]]:
+        """The next token of each row ``[N]``, on the device, −1 where the logits are not finite; errors of rows."""
         logits = self.logits
         finite = logits.isfinite().all(-1, keepdim=True)
         logits = torch.where(finite, logits, 0)
@@ -117,8 +122,7 @@ class Batch:
             errors = {i: token for i, token in enumerate(chosen) if isinstance(token, Exception)}
             nothing = finite.new_zeros(1, dtype=torch.int64)
             tokens = torch.cat([nothing if isinstance(token, Exception) else token for token in chosen])
-        told = enumerate(torch.where(finite[:, 0], tokens, -1).tolist())
-        return [errors.get(i, token if token >= 0 else None) for i, token in told]
+        return torch.where(finite[:, 0], tokens, -1), errors
 
     def step(self, tokens: Sequence[int]) -> None:
         """Read the token that came of each row."""
@@ -132,6 +136,11 @@ class Batch:
             seats.advance()
             if seats.full:
                 self._after = self._arranged(range(len(self.rows)), [])
+
+
+def told(tokens: Sequence[int], errors: Mapping[int, Exception]) -> list[int | Exception | None]:
+    """Tokens that the host knows by now, as `Batch.sample` gives them."""
+    return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens)]
 
 
 def _chosen_token(sampler: Sampler | Chooser, logits: torch.Tensor) -> torch.Tensor | Exception:

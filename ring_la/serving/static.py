@@ -8,6 +8,10 @@ buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in pow
 `FINE` on in quarters of them, as all of a bucket's columns are read. For each pair of buckets there is a graph
 (`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or longer sequences take new memory,
 and new graphs.
+
+Where one rank decodes on a GPU, a step is launched before the host knows its tokens: it reads them on the device, and
+the host's work on them goes on beside it. A sequence that ends with such a token has been stepped once more than it
+needs, which nobody reads.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from ..inference import KeySize, LayerKeys, Prefilled, Sampler
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
 from ..nn import Attention, KVCache, LayerState
-from .batch import Batch, Row
+from .batch import Batch, Row, told
 from .model import Served
 from .sampling import Chooser
 
@@ -69,6 +73,7 @@ class StaticBatch(Batch):
         self._sizes: list[KeySize | None] = []
         self._states: list[Any] = []
         self._step: CapturedStep | None = None
+        self._goes_ahead, self._ahead = goes_ahead(model.device, cp), False
 
     @property
     def logits(self) -> Tensor:
@@ -110,24 +115,46 @@ class StaticBatch(Batch):
 
     def clear(self) -> None:
         self.keep([])
+        self._ahead = False
 
     def sample(self) -> list[int | Exception | None]:
-        if not all(row.sampler.greedy for row in self.rows):
-            return super().sample()
-        return [token if token >= 0 else None for token in self._choice.tolist()]
+        tokens, errors = self._next_tokens()
+        known = OnTheWay(tokens)
+        if self._goes_ahead and not errors and self._longest() <= self._keys.capacity:
+            self._take(tokens.clamp(min=0))  # a row without a token leaves
+            self._ahead = True
+        return told(known.there(), errors)
+
+    def _next_tokens(self) -> tuple[Tensor, dict[int, Exception]]:
+        if all(row.sampler.greedy for row in self.rows):
+            return self._choice, {}
+        return super()._next_tokens()
 
     def step(self, tokens: Sequence[int]) -> None:
-        ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
-        longest = 1 + max(columns + -(-since // ranks) for columns, since in taken)  # ranks take new ones in turn
-        self._room(1, longest, ())
-        ids = torch.zeros(max(self._seats) + 1, dtype=torch.int64)
-        ids[self._seats] = torch.tensor(tokens)
-        columns = min(self._keys.capacity, columns_for(longest))
-        logits, choice = self._step(tokens=ids.to(self.model.device), columns=columns)
+        if self._ahead:  # it is under way with these tokens
+            self._ahead = False
+            return
+        self._room(1, self._longest(), ())
+        self._take(torch.tensor(tokens))
         self._step.wait()  # a rank that died is named instead of waited for
+
+    def _longest(self) -> int:
+        """Columns that a further step needs."""
+        ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
+        return 1 + max(columns + -(-since // ranks) for columns, since in taken)  # ranks take new ones in turn
+
+    def _take(self, tokens: Tensor) -> None:
+        """Launch a step of these tokens of the rows ``[N]``."""
+        n, device = len(self._seats), self.model.device
+        in_order = self._seats == list(range(n))
+        ids = tokens.to(device)
+        if not in_order:
+            ids = tokens.new_zeros(max(self._seats) + 1)
+            ids[self._seats] = tokens
+            ids = ids.to(device)
+        logits, choice = self._step(tokens=ids, columns=min(self._keys.capacity, columns_for(self._longest())))
         self.graphs = max(self.graphs, self._step.graphs)
-        n = len(self._seats)
-        at: Any = slice(n) if self._seats == list(range(n)) else torch.tensor(self._seats, device=logits.device)
+        at: Any = slice(n) if in_order else torch.tensor(self._seats, device=logits.device)
         self._logits, self._choice = logits[at], choice[at]
         for seat in self._seats:
             self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1
@@ -204,6 +231,30 @@ class StaticBatch(Batch):
         """Of a layer's keys."""
         model: Any = self.model.model
         return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
+
+
+def goes_ahead(device: torch.device, cp: ContextParallel | None) -> bool:
+    """Whether steps are launched before the host knows their tokens: where it would be waited for, and no other rank
+    has to be told them."""
+    return device.type == "cuda" and cp is None
+
+
+class OnTheWay:
+    """Numbers on their way to the host, behind what is launched so far and nothing else."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._there = None
+        if x.is_cuda:
+            x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+        self._x = x if self._there is not None else x.clone()
+
+    def there(self) -> list[int]:
+        """The numbers, once they are there."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._x.tolist()
 
 
 class StaticStep:

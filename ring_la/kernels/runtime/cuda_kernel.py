@@ -73,6 +73,17 @@ class CudaKernel:
             observer.launched(loaded, (grid, 1, 1), arguments, stream)
 
 
+class ArgumentRoom:
+    """Where the driver reads a launch's arguments; what they were is copied before the launch returns."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = ctypes.create_string_buffer(size)
+        self._size = ctypes.c_size_t(size)
+        self.extra = (ctypes.c_void_p * 5)(
+            BUFFER_POINTER, ctypes.addressof(self.buffer), BUFFER_SIZE, ctypes.addressof(self._size), None
+        )
+
+
 class LoadedCudaKernel:
     """A kernel loaded on one device, launched as `CompiledKernel` is."""
 
@@ -80,6 +91,7 @@ class LoadedCudaKernel:
         self._kernel, self._function = kernel, ctypes.c_void_p(function)
         self._pack = struct.Struct("=" + kernel.arguments).pack_into
         self._size = struct.calcsize("=" + kernel.arguments)
+        self._rooms: list[ArgumentRoom] = []  # that no launch uses now: threads launch side by side
 
     def encoding(self) -> tuple[LoadedCudaKernel, dict[int, Callable[[Any], list[Any]]]]:
         """It takes no tensor descriptors."""
@@ -90,20 +102,23 @@ class LoadedCudaKernel:
         return [*grid, *[None] * (FIRST - STREAM), *args]
 
     def start(self, frame: list[Any]) -> None:
-        buffer = ctypes.create_string_buffer(self._size)
-        self._pack(buffer, 0, *frame[FIRST:])
-        size = ctypes.c_size_t(self._size)
-        extra = (ctypes.c_void_p * 5)(
-            BUFFER_POINTER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), None
-        )
-        stream = ctypes.c_void_p(frame[STREAM])
+        self._launch(*frame[: STREAM + 1], *frame[FIRST:])
+
+    def direct(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """As `CompiledKernel.direct`."""
+        return self._launch, ()
+
+    def _launch(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = ArgumentRoom(self._size)
+        self._pack(room.buffer, 0, *arguments)
         kernel = self._kernel
-        _check(
-            "cuLaunchKernel",
-            _driver().cuLaunchKernel(
-                self._function, *frame[:STREAM], kernel.threads, 1, 1, kernel.shared, stream, None, extra
-            ),
-        )
+        code = _launcher()(self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra)
+        self._rooms.append(room)
+        if code:
+            _check("cuLaunchKernel", code)
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         frame = self.frame((grid, 1, 1), args)
@@ -214,6 +229,15 @@ def _nvrtc_version() -> str:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _launcher() -> Any:
+    """cuLaunchKernel."""
+    launch = _driver().cuLaunchKernel
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return launch
 
 
 @functools.cache
