@@ -71,7 +71,12 @@ def sizes_of(text: str) -> dict[str, list[tuple[int, ...]]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = ", ".join(SHAPES)
     parser.add_argument("--model", type=names(SHAPES), default=["flux"], help=f"out of {models}, comma-separated")
-    parser.add_argument("--sizes", type=sizes_of, default=None, help="ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS, of several models as MODEL:SIZE,…")
+    parser.add_argument(
+        "--sizes",
+        type=sizes_of,
+        default=None,
+        help="ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS, of several models as MODEL:SIZE,…",
+    )
     parser.add_argument("--layers", type=count, default=None, help="num_layers, other lists in proportion")
     parser.add_argument("--arms", type=names(ARMS), default=list(ARMS), help=f"out of {', '.join(ARMS)}")
     parser.add_argument("--modes", type=names(MODES), default=["eager"], help=f"out of {', '.join(MODES)}")

@@ -39,9 +39,7 @@ class Finished(NamedTuple):
     border: MailboxBorder | None
 
 
-def forward(
-    call: SplitCall, initial_state: Tensor | None, inputs: Inputs, known: KnownCall | None = None
-) -> Finished:
+def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs, known: KnownCall | None = None) -> Finished:
     """The three moves on this rank's tokens, not recorded."""
     layout = call.layout
     if goes_in_order(call, inputs):
@@ -85,9 +83,7 @@ class SplitRecurrence(torch.autograd.Function):
     """Forward and backward of a recurrence on this rank's tokens."""
 
     @staticmethod
-    def forward(
-        ctx, call: SplitCall, known: KnownCall | None, initial_state: Tensor | None, *tensors: Tensor | None
-    ):
+    def forward(ctx, call: SplitCall, known: KnownCall | None, initial_state: Tensor | None, *tensors: Tensor | None):
         done = forward(call, initial_state, Inputs(*tensors), known)
         ctx.border, ctx.final_shape = done.border, None if done.final is None else done.final.shape
         ctx.way_back = call.layout.cp.comm.agreement.way_back()

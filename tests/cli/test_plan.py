@@ -26,7 +26,7 @@ from ring_la.scan import Chain, CostModel
 from ring_la.scan.auto import Line
 from tests.support.train_example import example
 
-UNRATED = ("nsa", "dsa", "moba")
+UNRATED = ("nsa", "moba")
 
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Line(1e-5, 3e11), Line(2e-5, 4.5e10)
@@ -101,7 +101,7 @@ def test_a_layer_s_parameters_and_work_are_counted(name):
     assert block.saved > 4 * 32
     if issubclass(LAYERS[name], Attention):
         assert (block.recurrence, block.heads, block.K, block.kv) == ("", 2, 16, 2 * 2 * 32)
-    elif name == "mla":
+    elif name in ("mla", "dsa"):
         assert (block.recurrence, block.heads, block.K, block.kv) == ("", 2, 20, 2 * (64 + 8))
     else:
         state = model.blocks[0].layer(torch.randn(1, 2, 32), output_state=True).state.recurrent

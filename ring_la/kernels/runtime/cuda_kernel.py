@@ -115,9 +115,7 @@ class LoadedCudaKernel:
             room = ArgumentRoom(self._size)
         self._pack(room.buffer, 0, *arguments)
         kernel = self._kernel
-        code = _launcher()(
-            self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra
-        )
+        code = _launcher()(self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra)
         self._rooms.append(room)
         if code:
             _check("cuLaunchKernel", code)
