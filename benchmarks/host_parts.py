@@ -1,9 +1,9 @@
 """Where the host's time of one call goes: `python -m benchmarks.host_parts --out host-parts.json`.
 
-µs of the host, medians over rounds of calls none of which waits for the GPU, at 2,048 tokens and 16 heads (a shape where
+µs of the host, medians over rounds of calls none of which waits for the GPU, at 2,048 tokens and 16 heads (where
 the host is the bound): for each operator forward without and with gradients, and of each the parts that its tape has
-(allocations, launches, all that a tape does) and how many there are; what is left is Python before and behind. Beside it
-what one of each part takes (an allocation, a launch by Triton and by ours, an autograd Function, zeros), PyTorch's
+(allocations, launches, all that a tape does) and how many there are; what is left is Python before and behind. Beside
+it what one of each part takes (an allocation, a launch by Triton and by ours, an autograd Function, zeros), PyTorch's
 scaled_dot_product_attention, and with --fla fla-core's functions. --profile prints the functions of Python.
 """
 
@@ -22,61 +22,25 @@ import torch.nn.functional as F
 
 import ring_la
 from benchmarks.options import need_gpus
-from ring_la.kernels.runtime.tape import Playback, Tape, TapedLaunch
+from ring_la.kernels.runtime.tape import TapedLaunch
 from ring_la.kernels.runtime.written import allocator, function_of
 
 from .host import Nothing, backward_microseconds, drawn, microseconds, operation
 from .peers import ops as peers
+from .tapes import TapesOfACall
 
 OPS = "gated_delta_rule", "kda", "gla", "mamba2", "rwkv7", "simple_gla"
 HEADS = 16
 WARM = 4
 
 
-class TapesOfACall:
-    """The tapes that a call plays, each with its tensors: ``with``, once."""
-
-    def __init__(self) -> None:
-        self.played: list[tuple[Tape, Playback]] = []
-
-    def __enter__(self) -> TapesOfACall:
-        self._play = Tape.play
-
-        def play(tape: Tape, playing: Playback) -> Any:
-            out = self._play(tape, playing)
-            kept = Playback(playing.like)
-            kept.tensors, kept.bases, kept.stream = playing.tensors.copy(), playing.bases.copy(), playing.stream
-            self.played.append((tape, kept))
-            return out
-
-        Tape.play = play  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        Tape.play = self._play  # type: ignore[method-assign]
-
-    def parts(self) -> dict[str, float]:
-        """Numbers of allocations, launches and other steps, and µs of the allocations, and of all that the tapes do."""
-        found = dict.fromkeys(("allocations", "launches", "other", "us_allocations", "us_tapes"), 0.0)
-        for tape, playing in self.played:
-            tape._written(playing)  # what the launches write into is there as long as `playing` is
-            launches = sum(isinstance(step, TapedLaunch) for step in tape.work)
-            found["allocations"] += len(tape.room)
-            found["launches"] += launches
-            found["other"] += len(tape.work) - launches
-            room = function_of(tape.room, (), tape.device)
-            found["us_allocations"] += microseconds(lambda: room(playing))  # noqa: B023
-            found["us_tapes"] += microseconds(lambda: tape._written(playing))  # noqa: B023
-        return {name: round(x, 1) for name, x in found.items()}
-
-
-def measured(call: Callable[[], Any]) -> dict[str, float]:
-    """µs of a call that has come by, and of its tapes' parts."""
+def measured(call: Callable[[], Any]) -> dict[str, Any]:
+    """µs of a call that has come by, of its tapes' parts and of each of their steps."""
     for _ in range(WARM):
         call()
     with TapesOfACall() as tapes:
         call()
-    return {"us": microseconds(call)} | tapes.parts()
+    return {"us": microseconds(call), **tapes.parts(microseconds), "steps": tapes.steps(microseconds)}
 
 
 def with_gradients(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

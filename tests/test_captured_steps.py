@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -307,4 +308,35 @@ def test_nothing_is_collected_in_a_capture(fails, monkeypatch):
             stream.write(step)
     else:
         assert stream.write(step)[1] == 3
-    assert on == [False] and gc.isenabled()
+    assert on == [False]
+    assert gc.isenabled()
+
+
+def check_told_at_once(rank: int) -> tuple[str, float]:
+    """Rank 1's capture breaks, and the others are on their way to an exchange with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        standing(patch.setattr)
+        cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
+        x, seen, layout = torch.ones(1, 8, 2, 4), [], cp.layout(8 * cp.size)
+
+        def step(q):
+            seen.append(1)
+            if rank == 1 and len(seen) == 2:
+                raise KeyError("odd")
+            return ring_la.linear_attention(q, q, q, layout=layout).o
+
+        captured = ring_la.capture(step, cp, warmup=1)
+        captured(x)
+        began = time.monotonic()
+        try:
+            captured(x)
+        except ring_la.UnsupportedError as error:
+            return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_ranks_elsewhere_are_told_at_once(ranks):
+    """Not after the timeout: the one whose capture broke has left."""
+    for r, (said, seconds) in enumerate(ranks.run(3, check_told_at_once)):
+        assert "odd" in said if r == 1 else "as far as the end of its capture" in said or "disagree" in said
+        assert seconds < PATIENCE / 2

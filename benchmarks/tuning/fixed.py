@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ring_la.kernels.fixed import library, product, weight, weight_sum
+from ring_la.kernels.fixed import bounds as bounds_
+from ring_la.kernels.fixed import conv, library, product, weight, weight_sum
 from ring_la.kernels.fixed.bounds import bounds_of
-from ring_la.kernels.fixed.weight_sum import Tile
+from ring_la.kernels.fixed.weight_sum import WeightTile
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 
@@ -22,16 +23,16 @@ SHAPES = ((7680, 2560), (2560, 2560), (13696, 2560), (2560, 6848), (32768, 2560)
 """N and K."""
 PRODUCTS = [dict(), dict(GROUP=16), dict(BN=128, num_stages=4)]
 WEIGHTS = [
-    Tile(),
-    Tile(num_stages=6),
-    Tile(num_stages=10),
-    Tile(num_stages=14),
-    Tile(halves=2, num_stages=5),
-    Tile(halves=2, num_stages=6),
-    Tile(256, 128),
-    Tile(256, 128, halves=2, num_stages=6),
-    Tile(128, 128),
-    Tile(128, 128, num_warps=4, num_stages=6),
+    WeightTile(),
+    WeightTile(num_stages=6),
+    WeightTile(num_stages=10),
+    WeightTile(num_stages=14),
+    WeightTile(halves=2, num_stages=5),
+    WeightTile(halves=2, num_stages=6),
+    WeightTile(256, 128),
+    WeightTile(256, 128, halves=2, num_stages=6),
+    WeightTile(128, 128),
+    WeightTile(128, 128, num_warps=4, num_stages=6),
 ]
 """Of `weight_sum`."""
 NARROW = ((20, 2560), (48, 2560))
@@ -57,6 +58,21 @@ def row(name: str, calls: list[Callable[[], Any]]) -> None:
     print(f"{name:70} {sum(times):7.3f}  " + " ".join(f"{t:.3f}" for t in times), flush=True)
 
 
+def convolutions(x: torch.Tensor, places: torch.Tensor) -> None:
+    """The short convolution of four taps, forward and back."""
+    lead, w = torch.zeros(len(places), 3, x.shape[1], device=x.device, dtype=x.dtype), torch.randn(x.shape[1], 4)
+    w = w.to(x)
+    for how in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
+        conv.FORWARD = conv.SLOPES = conv.BACK = how
+        row(
+            f"convolution {how}, forward; and back",
+            [
+                lambda: conv.block_conv(x, lead, w, None, places, True),
+                lambda: conv.block_conv_gradients(x, x, lead, w, None, places, True),
+            ],
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
@@ -73,7 +89,9 @@ def main() -> None:
     row("torch x W", [lambda s=s: x[s[1]] @ w[s].T for s in SHAPES])
     row("torch dy W", [lambda s=s: x[s[0]] @ w[s] for s in SHAPES])
     row("torch dW", [lambda s=s: x[s[0]].T @ x[s[1]] for s in SHAPES])
-    row("bounds", [lambda s=s: bounds_of(x[s[0]], x[s[1]], places) for s in SHAPES])
+    for wide in ((128, 4), (128, 2), (256, 4), (256, 8), (512, 8)):
+        bounds_.WIDE, bounds_.WARPS = wide
+        row(f"bounds {wide}", [lambda s=s: bounds_of(x[s[0]], x[s[1]], places) for s in SHAPES])
 
     def changed(more: dict[str, Any]) -> Callable[..., None]:
         def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -88,6 +106,7 @@ def main() -> None:
 
         return run
 
+    convolutions(x[7680], places)
     row("cuBLAS, checked, x W", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
     row("cuBLAS, checked, dy W", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
     for kind, found in library._found.items():
@@ -109,7 +128,7 @@ def main() -> None:
             row(f"dW {tuple(tile)}, exactly: {exactly}", [lambda s=s: sums(s) for s in SHAPES])
         except Exception as error:
             print(f"dW {tuple(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    weight_sum.TILE = Tile()
+    weight_sum.TILE = WeightTile()
     for s in SHAPES[1:2]:
         exact, found = x[s[0]].double().T @ x[s[1]].double(), sums(s).double()
         nearest = (exact.bfloat16().double() - exact).square().mean().sqrt()

@@ -9,6 +9,8 @@ Ends with 1 if an arm is off.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import sys
 import time
@@ -16,17 +18,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from ring_la.kernels.fused import discretise, discretise_kernel
+from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
+from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.replayed_function import record_of
-from ring_la.kernels.scalar_decay import attend
+from ring_la.kernels.scalar_decay import attend, states
 from ring_la.kernels.spans import table
-from ring_la.kernels.wy import one_launch
+from ring_la.kernels.wy import gdn_launches, one_launch
 
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
 from ..ops.measure import error, graph_times, host_microseconds, results
@@ -98,31 +102,51 @@ def rwkv7(forgets: bool) -> Question:
 
 
 def mamba2(skips: bool) -> Question:
-    """Mamba-2 by pairs of heads with its step in the recurrence's kernels, which is today's; and a head a program, Δ x
-    made before."""
-    case, skip = CASES["mamba2"], (discretise, "SKIP_INSIDE", True)
-    was = (table, "PAIRED", False), (discretise, "STEP_INSIDE", False)
+    """Mamba-2 by pairs of heads, its step and its skip in the recurrence's kernels, which is today's; and a head a
+    program, Δ x made before."""
+    case, was = CASES["mamba2"], ((table, "PAIRED", False), (discretise, "STEP_INSIDE", False))
 
     def draw(shape: Shape, device: str) -> Inputs:
         x = inputs(case, shape, device)
         return x | ({"D": torch.linspace(0.5, 1.5, shape.H, device=device).requires_grad_()} if skips else {})
 
-    arms = Arm("today", case.ours), Arm("skip", case.ours, (skip,)), Arm("heads", case.ours, was)
-    arms = arms if skips else arms[::2]
+    arms = Arm("today", case.ours), Arm("heads", case.ours, was)
     shapes = "1x32768x80x128x64", "1x4096x80x128x64", "8x4096x16x128x64"
     return Question(draw, case.truth, arms, shapes[:1] if skips else shapes)
 
 
 def mamba2_passes() -> Question:
-    """Its passes over spans by twice as many spans, the pass of o with twice the warps, sums of the step's gradients by
-    runs of tokens first."""
-    case = CASES["mamba2"]
-    slots = (table, "SLOTS", table.SLOTS | {128: 528})
-    warps = (attend, "ATTEND_GATED", table.ATTEND_GATED | {128: table.Tiling(64, 8, 2, 128)})
-    runs = (discretise_kernel, "RUN", 128)
-    changes = {"today": (), "runs": (runs,), "spans": (slots,), "warps": (warps,), "all": (runs, slots, warps)}
-    arms = tuple([Arm(name, case.ours, change) for name, change in changes.items()])
+    """Its pass of o a chunk at a time or by 32 columns, its pass of the states' gradients by all key channels."""
+    case, tiling = CASES["mamba2"], table.Tiling
+    attends = {"near": tiling(64, 4, 1), "narrow": tiling(32, 4, 2), "narrow, near": tiling(32, 4, 1, 168)}
+    changes = {n: ((attend, "ATTEND_GATED", table.ATTEND_GATED | {128: t}),) for n, t in attends.items()}
+    whole = {"whole": tiling(128, 4, 2), "whole, wide": tiling(128, 8, 3), "ahead": tiling(64, 4, 4)}
+    changes |= {n: ((states, "STATES", table.STATES | {128: t}),) for n, t in whole.items()}
+    arms = tuple([Arm(name, case.ours, change) for name, change in ({"today": ()} | changes).items()])
     return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
+
+
+def gdn() -> Question:
+    """The gated delta rule's forward with the triangle's inverse by columns, which is today's, and by blocks of 16; and
+    with the way out of a chunk's output while the next one reads the state."""
+    case = CASES["gdn_qwen"]
+    folder = Path(gdn_launches.__file__).parent
+
+    def arm(name: str, file: str, *defines: str) -> Arm:
+        @functools.cache
+        def kernel(keep: bool, *more: str) -> CudaKernel:
+            made = gdn_launches.forward_kernel.__wrapped__(keep, *defines, *more)
+            return dataclasses.replace(made, file=folder / file)
+
+        return Arm(name, case.ours, ((gdn_launches, "forward_kernel", kernel),))
+
+    next, blocks = "gdn_forward_next.cu", "BY_BLOCKS=1"
+    arms = (
+        Arm("today", case.ours), arm("blocks", "gdn_forward.cu", blocks), arm("next", next),
+        arm("next, blocks", next, blocks),
+    )  # fmt: skip
+    shapes = "8x4096x16:32x128", "1x32768x16:32x128", "1x2048x16:32x128", "1x32768x2:8x128"
+    return Question(partial(inputs, case), case.truth, arms, shapes)
 
 
 QUESTIONS = {
@@ -130,9 +154,10 @@ QUESTIONS = {
     "rwkv7": rwkv7(forgets=True),
     "gla_slow": launched(forgets=False),
     "rwkv7_slow": rwkv7(forgets=False),
-    "mamba2": mamba2(skips=False),
-    "mamba2_skip": mamba2(skips=True),
+    "gdn": gdn(),
     "mamba2_passes": mamba2_passes(),
+    "mamba2_skip": mamba2(skips=True),
+    "mamba2": mamba2(skips=False),
 }
 
 

@@ -25,12 +25,14 @@ HOST = 25e9
 PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
 gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
-LIBRARY = 2.7
-"""How much more of it Transformers' own operations move, in fp32 and unfused; from one profile of a mixture."""
+LIBRARY = 2.2
+"""How much more of it Transformers' own operations move, unfused but for RMS norms; from one profile of a mixture."""
+UPDATE = 0.5
+"""The rate at which the fused AdamW and clipping move their bytes beside a copy's; from the same profile."""
 
-ROUTED = 3.5
-"""Rows of a token's experts that exist at once in their backward pass, beside those that are kept: counted on CPUs
-(docs/notebook/2026-11-23-models-of-real-size.md)."""
+ROUTED = 1.25
+"""Rows of a token's experts that exist at once in their backward pass, beside those that are kept: the gradients of
+what the experts give and of what is between their products (docs/notebook/2026-11-23-models-of-real-size.md)."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def update(setting: Setting, gpus: int) -> float:
         return 0.0
     own = 4 if setting.parameters == "float32" else 2
     moved = 6 * own + 2 * (setting.state_bytes - 2 * own)
-    return moved * setting.work.parameters / gpus / setting.rates.copy
+    return moved * setting.work.parameters / gpus / (UPDATE * setting.rates.copy)
 
 
 def local(setting: Setting, block: BlockWork, tokens: float) -> float:

@@ -36,7 +36,6 @@ from ring_la.kernels.runtime.triton_version import ALIGNMENT
 from ring_la.kernels.spans.plan import once, query_dtype
 from ring_la.kernels.wy import one_launch
 
-
 VALUES = Inputs._fields.index("v")
 
 
@@ -93,8 +92,8 @@ class Step(NamedTuple):
 
 
 class PlayedOutput:
-    """Forward passes that one tape plays (see `known.Shortcut`): of the step `node`, on tensors that are all there, each
-    another one, as the kernels take them."""
+    """Forward passes that one tape plays (see `known.Shortcut`): of the step `node`, on tensors that are each another
+    one and lie as the kernels take them."""
 
     __slots__ = ("_border", "_knobs", "_node")
 

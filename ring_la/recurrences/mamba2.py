@@ -10,7 +10,8 @@ from ..checks import FLOATS, check_flag
 from ..context import ShardedLayout
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from ..kernels.fused.discretise import Added, discretise, discretise_and_skip, step_inside, steps
+from ..kernels.fused.discretise import Added, discretise, discretise_and_skip, step_inside
+from ..kernels.fused.steps import steps
 from .arguments import KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
@@ -35,8 +36,7 @@ def on_one_device(
     _check_all(x, dt, A, D, dt_bias, dt_softplus)
     if not isinstance(B, Tensor) or not step_inside(x, B, D):
         return _described(x, dt, A, B, C, D, dt_bias, dt_softplus)
-    step, g = steps(dt, A, dt_bias, softplus=dt_softplus)
-    skip = None if D is None else D.to(g.dtype).expand_as(g)
+    step, g, skip = steps(dt, A, dt_bias, D, softplus=dt_softplus)
     return Recurrence(RULE, Inputs(C, B, x.contiguous(), g, step, skip), names=NAMES)  # one copy for both passes
 
 

@@ -45,6 +45,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
         for D, gate in ((128, "silu"), (128, "sigmoid"), (80, "silu"), (1, None), (2048, None), (5000, "silu"))
     },
     **{f"discretise {V}": partial(gate_cases.step_case, V, V != 64, V != 80, T=900) for V in (5, 64, 80, 128)},
+    **{f"steps {H}": partial(gate_cases.steps_case, H, H != 3, H == 80, H != 3, T=900) for H in (3, 80, 160)},
     **{f"beside {V}": partial(gate_cases.beside_case, V, T=900) for V in (64, 80)},
     **{f"skip {V} {w}": partial(gate_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},

@@ -27,7 +27,6 @@ def by_pairs(monkeypatch) -> list[str]:
     """The kernels of chunks' gradients that were launched; none is replayed from before."""
     monkeypatch.setattr(table, "PAIRED", True)
     monkeypatch.setattr(discretise, "STEP_INSIDE", True)
-    monkeypatch.setattr(discretise, "SKIP_INSIDE", True)
     root.cache_clear()
     record_of.cache_clear()
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from tests.support.gate_cases import (
     rms_case,
     skip_case,
     step_case,
+    steps_case,
     swiglu_case,
     unit_case,
 )
@@ -46,7 +47,7 @@ def test_skip(whole: bool) -> None:
     assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
-@pytest.mark.parametrize(("bias", "softplus", "run"), [(True, True, 0), (False, False, 0), (True, False, 6)])
+@pytest.mark.parametrize(("bias", "softplus", "run"), [(True, True, 128), (False, False, 128), (True, False, 6)])
 def test_discretise(bias: bool, softplus: bool, run: int, monkeypatch) -> None:
     monkeypatch.setattr(triton_discretise, "RUN", run)
     true, *both = step_case(20, bias, softplus)
@@ -54,6 +55,14 @@ def test_discretise(bias: bool, softplus: bool, run: int, monkeypatch) -> None:
         assert [g.shape for g in got] == [t.shape for t in true]
         assert len({g.untyped_storage().data_ptr() for g in got}) == len(got)  # an operator's results share no memory
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+@pytest.mark.parametrize(("H", "bias", "skip", "softplus"), [(20, True, True, True), (3, False, False, False)])
+def test_steps(H: int, bias: bool, skip: bool, softplus: bool) -> None:
+    """More heads than a tile and fewer, rows apart in memory, more tokens than are summed at a time."""
+    true, got, _ = steps_case(H, bias, skip, softplus)
+    assert [g.shape for g in got] == [t.shape for t in true]
+    assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
 def test_a_skip_comes_back_with_the_step() -> None:

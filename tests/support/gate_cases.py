@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused import discretise, log_decay, skip, swiglu, unit_length
+from ring_la.kernels.fused import discretise, log_decay, skip, steps, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 from tests.support.interpreter import interpreted
 
@@ -125,6 +125,26 @@ def beside_case(V: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple
         patch.setattr(discretise, "kernels_of", lambda step, *tensors: True)
         ours = by(discretise.discretise_and_skip)
     return by(plain, torch.float64), ours, by(plain)
+
+
+def steps_case(
+    H: int, bias: bool, skip: bool, softplus: bool, dtype: torch.dtype = torch.float32, T: int = 150
+) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): Δ, Δ A, D by token and the gradients of dt, A, bias and D."""
+    torch.manual_seed(0)
+    inputs = [draw(2, T, H + 3, dtype=dtype)[..., :H], -draw(H).abs(), draw(H) if bias else None]
+    inputs.append(draw(H) if skip else None)
+    do = [draw(2, T, H) for _ in range(3 if skip else 2)]
+
+    def by(kernels: bool, wide: torch.dtype | None = None) -> list[Tensor]:
+        leaves = [None if t is None else t.detach().to(wide or t.dtype).requires_grad_() for t in inputs]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(steps, "kernels_of", lambda step, *tensors: kernels or None)
+            out = [t for t in steps.steps(*leaves, softplus=softplus) if t is not None]
+        grads = torch.autograd.grad(out, [t for t in leaves if t is not None], [t.to(out[0].dtype) for t in do])
+        return [*out, *grads]
+
+    return by(False, torch.float64), by(True), by(False)
 
 
 def skip_case(V: int, whole: bool, dtype: torch.dtype = torch.float32, T: int = 300) -> tuple[list, list, list]:

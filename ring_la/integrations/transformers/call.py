@@ -149,7 +149,8 @@ class ModelCall:
                 cu = torch.tensor(cuts, dtype=torch.int32, device=self.cu_seqlens.device)
                 self._chunked[size] = {"cu_seqlens": cu}
             else:
-                same = self.layout.cp.layout(self.layout.seq_len, self.layout.kind, cuts, self.layout.multiple_of)
+                own = self.layout
+                same = own.cp.layout(own.seq_len, own.kind, cuts, own.multiple_of, own.window)
                 self._chunked[size] = {"layout": same}
         return self._chunked[size]
 

@@ -24,8 +24,8 @@ from ring_la.kernels.spans.table import cdiv
 
 BLOCK, GROUP = 64, 128
 """Tokens of a block, and blocks that are added before a sum is read off."""
-WIDE, MANY = 128, 16
-"""Columns of a program, and blocks that it meets at a time."""
+WIDE, WARPS, MANY = 128, 4, 16
+"""Columns of a program, its warps, and of sums over blocks how many it meets at a time."""
 ROOT = tl.constexpr(11.32)
 """Above √GROUP."""
 
@@ -101,7 +101,7 @@ def norms_of_blocks(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]
     if len(places):
         launch(
             norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, N // un, K // uk,
-            behind, out.shape[1], UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=4,
+            behind, out.shape[1], UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=WARPS,
         )  # fmt: skip
     return out, behind
 

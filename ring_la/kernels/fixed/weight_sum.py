@@ -31,7 +31,7 @@ LEAST = tl.constexpr(1.5 * 2.0**-100)
 """C, at least."""
 
 
-class Tile(NamedTuple):
+class WeightTile(NamedTuple):
     """How a kernel is launched: rows and columns of dW, halves of blocks an iteration, warps, pipeline stages."""
 
     rows: int = 128
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     num_stages: int = 8
 
 
-TILE = Tile()
+TILE = WeightTile()
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def add_full_blocks(dy: Tensor, x: Tensor, places: Tensor, bounds: Bounds, befor
 
 # -- whether a device adds so --------------------------------------------------------------------------------------
 
-_found: dict[tuple[torch.device, torch.dtype, Tile], bool] = {}
+_found: dict[tuple[torch.device, torch.dtype, WeightTile], bool] = {}
 
 
 def adds_exactly(dtype: torch.dtype, device: torch.device) -> bool:

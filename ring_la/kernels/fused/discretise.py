@@ -35,27 +35,18 @@ def discretise(
 
 STEP_INSIDE = True
 """Whether the recurrence's kernels multiply x by Δ themselves where they are known for it (`step_inside`)."""
-SKIP_INSIDE = False
-"""Whether they add the skip, too; else such calls go by `discretise_and_skip`. Right on a GPU, not timed yet."""
 
 
 def step_inside(x: Tensor, B: Tensor, D: Tensor | None) -> bool:
     """Whether a recurrence on one device writes x times Δ by kernels that read both: on Hopper, of heads of 64 channels
     an even number of which shares keys of 128 (`scalar_decay.chunk_gradients`), and more than a few tokens."""
     fits = B.dim() == 4 and (B.shape[-1], x.shape[-1]) == (128, 64) and x.shape[2] % (2 * B.shape[2]) == 0
-    fits = fits and x.dtype.itemsize == 2 and x.shape[1] > SHORT and (D is None or (SKIP_INSIDE and D.dim() == 1))
+    fits = fits and x.dtype.itemsize == 2 and x.shape[1] > SHORT and (D is None or D.dim() == 1)
     if not (STEP_INSIDE and fits and x.is_cuda and triton_installed()) or traced(x):
         return False
     from ..spans.plan import hopper
 
     return hopper(x.device)
-
-
-def steps(dt: Tensor, A: Tensor, bias: Tensor | None = None, *, softplus: bool = False) -> tuple[Tensor, Tensor]:
-    """Δ and ``Δ A`` ``[B, T, H]``, in fp32 or wider; arguments as for `discretise`."""
-    one = dt.new_ones((), dtype=torch.promote_types(dt.dtype, torch.float32))
-    step, g = discretise(one.expand(*dt.shape, 1), dt, A, bias, softplus=softplus)
-    return step.squeeze(-1), g
 
 
 def discretise_and_skip(

@@ -21,8 +21,8 @@ from ring_la.kernels.spans.table import cdiv, power_of_2
 
 ELEMENTS, WARPS = 2048, 4
 """Of a program's tile."""
-RUN = 0
-"""Tokens of a gradient of A, the bias or D that are summed first; 0: all at once."""
+RUN = 128
+"""Tokens of a gradient of A, the bias or D that are summed first."""
 
 
 def unsupported(x: Tensor) -> str:
@@ -127,8 +127,8 @@ def _by_run(found: Tensor) -> Tensor:
     """``[n, B, T, H]`` as rows of the same sums over tokens, perhaps fewer: one reduction of all of them to few columns
     keeps little of a GPU busy."""
     n, B, T, H = found.shape
-    runs = RUN > 0 and (B * T) % RUN == 0
-    return found.view(n, -1, RUN, H).sum(2) if runs else found.view(n, B * T, H)
+    rest = (B * T) % RUN
+    return found.view(n, B * T, H) if rest else found.view(n, -1, RUN, H).sum(2)
 
 
 def _sums(

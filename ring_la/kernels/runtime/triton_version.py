@@ -183,8 +183,8 @@ class CompiledKernel:
 
     def direct(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """What launches it on (grid, stream, the second of these, what stands from `FIRST` on in a frame), where nobody
-        watches (`watched`). In Triton 3.5 and 3.6, of kernels without scratch memory, that is the launcher compiled for the
-        kernel; elsewhere what stands before it."""
+        watches (`watched`). In Triton 3.5 and 3.6, of kernels without scratch memory, that is the launcher compiled
+        for the kernel; elsewhere what stands before it."""
         run = self._run
         known = triton.__version__.startswith(("3.5.", "3.6.")) and all(hasattr(run, name) for name in OF_LAUNCHERS)
         if not known or run.global_scratch_size or run.profile_scratch_size:

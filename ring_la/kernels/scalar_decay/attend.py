@@ -108,7 +108,7 @@ def attend_kernel(
     one = tl.where(left > 0, 1.0, 0.0)  # a factor the compiler does not know, or it would chain the two products
     gc = 0.0
     if SKIP:
-        skip = tl.load(SKIPPED + h).to(tl.float32)
+        skip = tl.load(SKIPPED + h).to(tl.float32) / scale
     reach = tl.zeros([C], tl.float32)  # what is left of the state's part at each token
     if STATIC:
         rate = tl.load(F + h).to(tl.float32) * 1.4426950408889634
@@ -149,6 +149,8 @@ def attend_kernel(
             A *= tl.exp2(tl.where(sees, gap, float("-inf")))
             if STRONG:
                 A *= tl.load(f + 3 * C + t)[None, :]
+            if SKIP:
+                A += tl.where(t[:, None] == t[None, :], skip, 0.0)
         if GATED:
             yw = (yw.to(tl.float32) * keep[None, :]).to(x.dtype)
         else:
@@ -184,8 +186,6 @@ def attend_kernel(
             tl.store(DOT + token, dot, t < left - c)
         else:
             o += inner
-        if SKIP:
-            o += z.to(tl.float32) * skip
         if BULK and not SUMS:
             O.store([ro + c, co + iz * BZ], o.to(x.dtype))
         else:
