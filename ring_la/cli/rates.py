@@ -23,7 +23,7 @@ CHOSEN = 2.8e12, 1.9e12
 fp32 sums of the gradients; one H200, 16 heads (docs/notebook/2026-11-23-chosen-sorted.md)."""
 AT_ONCE = 16
 """Query heads that read a latent together."""
-INDEX, LOSS = 4.0e14, 1.4e12
+INDEX, LOSS = 4.0e14, 3.4e12
 """Operations a second of an indexer's scores, and bytes a second of its loss, likewise counted
 (docs/notebook/2026-11-23-chosen-index.md)."""
 WIDE = (1.44, 0.92)
