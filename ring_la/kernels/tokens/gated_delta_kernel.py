@@ -26,7 +26,7 @@ from ring_la.kernels.spans.table import width
 
 CHANNELS = 128
 PROGRAM = (8, 128)
-"""Warps of a program with `CHANNELS` channels, fewer of fewer, and registers of a thread (0: any), of which two such programs
+"""Warps of a program with `CHANNELS` channels, fewer of fewer, and registers of a thread (0: any): two such programs
 fit a multiprocessor (benchmarks.tuning.delta_token)."""
 
 
