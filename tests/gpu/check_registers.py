@@ -38,6 +38,7 @@ from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
 from ring_la.kernels.scalar_decay import operands
 from ring_la.kernels.spans import plan, table
+from ring_la.kernels.wy import recurrence as wy
 from tests.gpu.test_triton import cases
 from tests.support.triton_cases import RULES, Case
 
@@ -241,7 +242,7 @@ def main() -> None:
                 over = binary.metadata.shared > SHARED[args.arch] * 1024
                 bad += over
                 if over or args.show:
-                    what = "BAD" if over else "ok ", case.rule, f"{case.K}x{case.V}", kernel.__name__
+                    what = "BAD" if over else "ok ", name, kernel.__name__
                     print(*what, constants, f"shared {binary.metadata.shared}", flush=True)
                 continue
             sass = disassembled(binary.asm["cubin"], "nvdisasm", "-c")
