@@ -161,7 +161,7 @@ def launches(rules: list[str]) -> Iterator[tuple[str, list]]:
 
 
 def prepare(arch: int = 90) -> None:
-    """Small inputs take the ways of large ones, and of an H200 or another GPU; what is switched off is searched, too."""
+    """Small inputs take the ways of large ones, and of an H200 or another; what is switched off is searched, too."""
     wy.QUERIES_ALONE = True
     table.LEAST_CHUNKS, table.SAVED_WEIGHED, plan.hopper = 1, 0, lambda device: arch == 90
     plan.little_shared, operands._copies = lambda device: SHARED[arch] < 128, lambda device: arch >= 90
