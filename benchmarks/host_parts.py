@@ -34,13 +34,13 @@ HEADS = 16
 WARM = 4
 
 
-def measured(call: Callable[[], Any]) -> dict[str, float]:
-    """µs of a call that has come by, and of its tapes' parts."""
+def measured(call: Callable[[], Any]) -> dict[str, Any]:
+    """µs of a call that has come by, of its tapes' parts and of each of their steps."""
     for _ in range(WARM):
         call()
     with TapesOfACall() as tapes:
         call()
-    return {"us": microseconds(call)} | tapes.parts(microseconds)
+    return {"us": microseconds(call), **tapes.parts(microseconds), "steps": tapes.steps(microseconds)}
 
 
 def with_gradients(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

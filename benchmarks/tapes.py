@@ -44,3 +44,14 @@ class TapesOfACall:
             found["us_allocations"] += microseconds(lambda: room(playing))  # noqa: B023
             found["us_tapes"] += microseconds(lambda: tape._written(playing))  # noqa: B023
         return {name: round(x, 1) for name, x in found.items()}
+
+    def steps(self, microseconds: Callable[[Callable[[], Any]], float]) -> list[tuple[str, float]]:
+        """µs of each launch and each operation alone."""
+        found = []
+        for tape, playing in self.played:
+            tape._written(playing)
+            for step in tape.work:
+                one = function_of((), (step,), tape.device)
+                name = str(getattr(step, "function", "")) or type(getattr(step, "how", step)).__name__
+                found.append((name, microseconds(lambda: one(playing))))  # noqa: B023
+        return found

@@ -7,7 +7,7 @@ has memory of its own, and short ones are not padded to it. Under several ranks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ class Batch:
         self.rows: list[Row] = []
         self._after: Prefilled | None = None
         self._own = False  # whether the states are this batch's to be overwritten
+        self._picked: tuple[torch.Tensor, dict[int, Exception]] | None = None  # what `choose` has chosen, on rank 0
 
     @property
     def logits(self) -> torch.Tensor:
@@ -103,11 +104,21 @@ class Batch:
                 states.append(type(layer[0])(*(_joined(field) for field in fields)))
         return Prefilled(logits, states)
 
-    def sample(self) -> list[int | Exception | None]:
-        """The next token of each row; None where the logits are not finite, which no sampling survives, and an error
-        where they could not be sampled, which is that row's alone."""
+    def choose(self) -> bool:
+        """Choose the next token of each row, which `told` says; whether `go_ahead` may come before that."""
         tokens, errors = self._next_tokens()
-        return told(tokens.tolist(), errors)
+        self._picked = tokens, errors
+        return False
+
+    def told(self) -> list[int | Exception | None]:
+        """The token that was chosen of each row; None where the logits are not finite, which no sampling survives, and
+        an error where they could not be sampled, which is that row's alone."""
+        tokens, errors = self._picked
+        return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens.tolist())]
+
+    def go_ahead(self) -> None:
+        """Take the step of the tokens that are chosen, before the host knows them; `step` says them behind it."""
+        raise NotImplementedError("of a batch that can")
 
     def _next_tokens(self) -> tuple[torch.Tensor, dict[int, Exception]]:
         """The next token of each row ``[N]``, on the device, −1 where the logits are not finite; errors of rows."""
@@ -136,11 +147,6 @@ class Batch:
             seats.advance()
             if seats.full:
                 self._after = self._arranged(range(len(self.rows)), [])
-
-
-def told(tokens: Sequence[int], errors: Mapping[int, Exception]) -> list[int | Exception | None]:
-    """Tokens that the host knows by now, as `Batch.sample` gives them."""
-    return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens)]
 
 
 def _chosen_token(sampler: Sampler | Chooser, logits: torch.Tensor) -> torch.Tensor | Exception:

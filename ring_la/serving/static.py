@@ -9,9 +9,9 @@ buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in pow
 (`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or longer sequences take new memory,
 and new graphs.
 
-Where one rank decodes on a GPU, a step is launched before the host knows its tokens: it reads them on the device, and
-the host's work on them goes on beside it. A sequence that ends with such a token has been stepped once more than it
-needs, which nobody reads.
+On GPUs a step is launched before the host knows its tokens (`go_ahead`): it reads them on the device, and the host's
+work on them goes on beside it. A sequence that ends with such a token has been stepped once more than it needs, which
+nobody reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ..inference import KeySize, LayerKeys, Prefilled, Sampler
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
 from ..nn import Attention, KVCache, LayerState
-from .batch import Batch, Row, told
+from .ahead import OnTheWay, goes_ahead
+from .batch import Batch, Row
 from .model import Served
 from .sampling import Chooser
 
@@ -73,7 +74,7 @@ class StaticBatch(Batch):
         self._sizes: list[KeySize | None] = []
         self._states: list[Any] = []
         self._step: CapturedStep | None = None
-        self._goes_ahead, self._ahead = goes_ahead(model.device, cp), False
+        self._goes_ahead, self._ahead = goes_ahead(model.device), False
 
     @property
     def logits(self) -> Tensor:
@@ -115,15 +116,23 @@ class StaticBatch(Batch):
 
     def clear(self) -> None:
         self.keep([])
-        self._ahead = False
+        self._ahead, self._picked = False, None
 
-    def sample(self) -> list[int | Exception | None]:
-        tokens, errors = self._next_tokens()
-        known = OnTheWay(tokens)
-        if self._goes_ahead and not errors and self._longest() <= self._keys.capacity:
-            self._take(tokens.clamp(min=0))  # a row without a token leaves
-            self._ahead = True
-        return told(known.there(), errors)
+    def choose(self) -> bool:
+        super().choose()
+        self._known = OnTheWay(self._picked[0])
+        return self._goes_ahead and not self._picked[1] and self._longest() <= self._keys.capacity
+
+    def told(self) -> list[int | Exception | None]:
+        self._picked = self._known.there(self._step), self._picked[1]
+        return super().told()
+
+    def go_ahead(self) -> None:
+        tokens = self._choice if self._picked is None else self._picked[0]  # others than rank 0 choose nothing
+        if self._cp is not None:
+            tokens = self._cp.comm.all_gather(tokens).wait()[0]  # rank 0's
+        self._take(tokens.clamp(min=0))  # a row without a token leaves
+        self._ahead = True
 
     def _next_tokens(self) -> tuple[Tensor, dict[int, Exception]]:
         if all(row.sampler.greedy for row in self.rows):
@@ -131,6 +140,7 @@ class StaticBatch(Batch):
         return super()._next_tokens()
 
     def step(self, tokens: Sequence[int]) -> None:
+        self._picked = None
         if self._ahead:  # it is under way with these tokens
             self._ahead = False
             return
@@ -231,30 +241,6 @@ class StaticBatch(Batch):
         """Of a layer's keys."""
         model: Any = self.model.model
         return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
-
-
-def goes_ahead(device: torch.device, cp: ContextParallel | None) -> bool:
-    """Whether steps are launched before the host knows their tokens: where it would be waited for, and no other rank
-    has to be told them."""
-    return device.type == "cuda" and cp is None
-
-
-class OnTheWay:
-    """Numbers on their way to the host, behind what is launched so far and nothing else."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._there = None
-        if x.is_cuda:
-            x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record()
-        self._x = x if self._there is not None else x.clone()
-
-    def there(self) -> list[int]:
-        """The numbers, once they are there."""
-        if self._there is not None:
-            self._there.synchronize()
-        return self._x.tolist()
 
 
 class StaticStep:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ring_la.serving import static
-from ring_la.serving.static import OnTheWay, StaticBatch
+from ring_la.serving.ahead import OnTheWay
+from ring_la.serving.static import StaticBatch
 from tests.support.step_graphs import Repeating, standing
 
 from .engines import Asked, engine, prompt, serve, truth
@@ -26,7 +27,7 @@ def test_a_step_is_launched_before_the_host_knows_its_tokens(monkeypatch):
     want = [truth(prompt(n), 12) for n in (5, 9, 3, 7)]
     order: list[str] = []
     there, launched = OnTheWay.there, StaticBatch._take
-    monkeypatch.setattr(OnTheWay, "there", lambda x: order.append("told") or there(x))
+    monkeypatch.setattr(OnTheWay, "there", lambda x, step: order.append("told") or there(x, step))
     monkeypatch.setattr(StaticBatch, "_take", lambda x, tokens: order.append("step") or launched(x, tokens))
 
     def served(ahead: bool, **options) -> list[Asked]:

@@ -169,6 +169,18 @@ template <bool FP16 = false> INLINE void mma(float* c, const u32* a, u32 b0, u32
   else MMA("bf16");
 }
 
+// c [16, 8] += a [16, 8] b [8, 8] of tf32
+INLINE void mma_tf32(float* c, const u32* a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+INLINE u32 as_tf32(float x) {  // rounded
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
 #define F4(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
 #define F8(x) F4(x), F4((x) + 4)
 #define F16(x) F4(x), F4((x) + 4), F4((x) + 8), F4((x) + 12)

@@ -115,10 +115,12 @@ class LoadedCudaKernel:
             room = ArgumentRoom(self._size)
         self._pack(room.buffer, 0, *arguments)
         kernel = self._kernel
-        code = _launcher()(self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra)
+        code = driver().cuLaunchKernel(
+            self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra
+        )
         self._rooms.append(room)
         if code:
-            _check("cuLaunchKernel", code)
+            check_code("cuLaunchKernel", code)
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         frame = self.frame((grid, 1, 1), args)
@@ -227,17 +229,13 @@ def _nvrtc_version() -> str:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@functools.cache
-def _launcher() -> Any:
-    """cuLaunchKernel."""
-    launch = _driver().cuLaunchKernel
+def driver() -> ctypes.CDLL:
+    """CUDA's driver."""
+    library = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
-    launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    return launch
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    library.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer]
+    return library
 
 
 @functools.cache
@@ -246,18 +244,19 @@ def _loaded(kernel: CudaKernel, device: int) -> LoadedCudaKernel:
     major, minor = torch.cuda.get_device_capability(device)
     code = compiled(kernel, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
     torch.cuda.current_blas_handle()  # the device's context is there, and current in this thread
-    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check("cuModuleLoadData", driver.cuModuleLoadData(ctypes.byref(module), code))
-    _check("cuModuleGetFunction", driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()))
+    cuda, module, function = driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    check_code("cuModuleLoadData", cuda.cuModuleLoadData(ctypes.byref(module), code))
+    check_code("cuModuleGetFunction", cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()))
     for attribute, value in (
         (MAX_DYNAMIC_SHARED_SIZE, kernel.shared), (PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
     ):  # fmt: skip
-        _check("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, value))
+        check_code("cuFuncSetAttribute", cuda.cuFuncSetAttribute(function, attribute, value))
     return LoadedCudaKernel(kernel, function.value)
 
 
-def _check(call: str, code: int) -> None:
+def check_code(call: str, code: int) -> None:
+    """Raise what a call of the driver's has answered, if it failed."""
     if code:
         name = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(name))
+        driver().cuGetErrorString(code, ctypes.byref(name))
         raise RuntimeError(f"{call}: {(name.value or b'error').decode()} ({code})")

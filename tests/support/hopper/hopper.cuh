@@ -171,6 +171,25 @@ template <bool FP16 = false> INLINE void mma(float* c, const u32* a, u32 b0, u32
   });
 }
 
+INLINE u32 as_tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
+INLINE void mma_tf32(float* c, const u32* a, u32 b0, u32 b1) {
+  Product mine{c, a, b0, b1};
+  machine::together("mma_tf32", mine, [](Product** g) {
+    for (int row = 0; row < 16; row++)
+      for (int n = 0; n < 8; n++) {
+        float sum = 0.f;
+        for (int k = 0; k < 8; k++) {
+          const u32 x = g[(row & 7) * 4 + (k & 3)]->a[(row >> 3) + 2 * (k >> 2)];
+          const Product& p = *g[n * 4 + (k & 3)];
+          const u32 y = k < 4 ? p.b0 : p.b1;
+          if ((x | y) & 0x1fff) machine::fail("an operand of tf32 that is not rounded");
+          sum += __uint_as_float(x) * __uint_as_float(y);
+        }
+        g[(row & 7) * 4 + n / 2]->c[2 * (row >> 3) + (n & 1)] += sum;
+      }
+  });
+}
+
 INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {
   return (u64)((at & 0x3ffff) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(stride >> 4) << 32) | (1ull << 62);
 }

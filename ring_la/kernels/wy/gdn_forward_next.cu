@@ -1,0 +1,432 @@
+// The gated delta rule's forward in one launch: q, k, v, g, beta in, o and states out, nothing else through memory but
+// what spans pass on. Without gates (GATED 0) the delta rule's. With KEEP also what gdn_backward.cu wants of every chunk.
+//
+// S <- e^g (I - beta k k^T) S + beta k v^T,  o = scale S^T q    (Gated Delta Networks, arXiv 2412.06464, equation 10)
+//
+// Chunks of 32 tokens, K = V = 128. With G the running sum of g in a chunk and GL its last, E_ij = e^(G_i - G_j),
+//
+//   M = (I + diag(beta) tril(k k^T * E, -1))^-1 diag(beta),   P = tril(q k^T * E)
+//   U = M (V - e^G k S),   o = scale (e^G q S + P U),   S <- e^GL S + k^T (e^(GL - G) U)
+//
+// A program works through a span of one head: four warps make M and P, a chunk each, and eight carry the state
+// transposed, [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
+//
+// A span that is not a piece's first starts up to sixteen chunks early from zero where the norm of what entered there has
+// fallen below 2^-30 when the span begins (`left_over`). Where it has not, the span waits for the state that the one
+// before it leaves. So that the next need not wait for long, it meanwhile finds what its tokens leave of no state and of
+// the identity (two passes without outputs): the state it leaves is a product once the one before it is there.
+// Programs take spans in order, so that one which waits waits for one that runs.
+#include "gdn.cuh"
+#include "triangle.cuh"
+
+#define MAKERS 4 // warps that make pairs
+
+// A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; M; P. With KEEP N in place of M; B = tril(k k^T * E, -1).
+#if KEEP
+#define SLOTS 6  // chunks under way
+#define SLOT 30720
+#define STAGE 32768 // the state on its way out, 4 KB a warp that carries it
+#else
+#define SLOTS 7
+#define SLOT 28672
+#define STAGE 0
+#endif
+#define OFF_Q 4096
+#define OFF_V 16384
+#define OFF_M 24576
+#define OFF_P 26624
+#define OFF_B 28672
+#define HALF 8192               // from 64 channels of k and q to the others
+#define TRIANGLES (SLOTS * SLOT + STAGE)
+#define FACTOR 384              // of a slot's tokens: e^G, e^(GL - G), with KEEP beta
+#define FACTORS (TRIANGLES + MAKERS * TRIANGLE)
+#define BARS (FACTORS + SLOTS * FACTOR) // of each slot: full, empty
+#define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
+#define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, what they leave over
+#define SHARED (SAID + 80)
+
+// -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
+
+// Ask for the rows of 32 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
+INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
+  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
+  const char* k = (const char*)a.k + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
+  const char* v = (const char*)a.v + (u64)(t + row) * sv + h * (D * 2) + j * 16;
+  const u64 to_k = (const char*)a.q - (const char*)a.k;
+  u32 to[4], to_v[4];  // rows 2 i, i % 4
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 z = swz(row + 2 * i, j & 7);
+    to[i] = at + (u32)((j >> 3) * HALF + row * 128) + z;
+    to_v[i] = at + OFF_V + (u32)((j >> 3) * 128 + row * 256) + z;
+  }
+  if (t + C <= end) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      cp16(to[i & 3] + i * 256, k, true);
+      cp16(to[i & 3] + i * 256 + OFF_Q, k + to_k, true);
+      cp16(to_v[i & 3] + i * 512, v, values);
+      k += 2 * sk; v += 2 * sv;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const bool ok = 2 * i < live;
+      const char* from = ok ? k : (const char*)a.k;
+      cp16(to[i & 3] + i * 256, from, ok);
+      cp16(to[i & 3] + i * 256 + OFF_Q, from + to_k, ok);
+      cp16(to_v[i & 3] + i * 512, ok ? v : (const char*)a.v, ok && values);
+      k += 2 * sk; v += 2 * sv;
+    }
+  }
+}
+
+// P, and to `triangle` diag(beta) tril(k k^T * E, -1), whose G and beta lane i has of token i
+INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  float A[6][4] = {}, P[6][4] = {};  // tiles of 8 columns: two of rows 0 to 15, four of rows 16 to 31
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    const u32 half = at + (ks >> 2) * HALF;
+    u32 x[4], y[4], n[2][4];
+    ldm(n[0], half + rb * 128 + swz(rb, (2 * ks + cb) & 7));
+    ldm(n[1], half + 2048 + rb * 128 + swz(rb, (2 * ks + cb) & 7));
+    ldm(x, half + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    ldm(y, half + OFF_Q + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    mma(A[0], x, n[0][0], n[0][1]); mma(A[1], x, n[0][2], n[0][3]);
+    mma(P[0], y, n[0][0], n[0][1]); mma(P[1], y, n[0][2], n[0][3]);
+    ldm(x, half + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    ldm(y, half + OFF_Q + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      mma(A[2 + 2 * j], x, n[j][0], n[j][1]); mma(A[3 + 2 * j], x, n[j][2], n[j][3]);
+      mma(P[2 + 2 * j], y, n[j][0], n[j][1]); mma(P[3 + 2 * j], y, n[j][2], n[j][3]);
+    }
+  }
+  // Of columns 2 (lane % 4) and the one after it, row lane / 4; those of column 8 nt + j lie 64 nt (lane % 4) before a constant
+  // from there. (`triangle_column` of a column that only the lane knows takes registers that there are not.)
+  asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
+  const u32 l = lane & 3, l0 = l >> 1, l1 = (l + 1) >> 1;
+  const u32 even = triangle + (lane >> 2) * 4 + 256 * l - 32 * l0 * (l - l0);
+  const u32 odd = triangle + (lane >> 2) * 4 + 256 * l - 32 * l1 * (l - l1) - 16 * l1;
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = m * 16 + e * 8 + (lane >> 2);
+      const float Gi = __shfl_sync(~0u, G, i), bi = __shfl_sync(~0u, b, i);
+#pragma unroll
+      for (int nt = 0; nt < 2 + 2 * m; nt++) {
+        const int j = nt * 8 + 2 * (lane & 3), row = (m * 16 + e * 8) * 4, back = nt * 64 * l;
+        const float e0 = ex2(Gi - __shfl_sync(~0u, G, j)), e1 = ex2(Gi - __shfl_sync(~0u, G, j + 1));
+        const float* x = &A[2 * m + nt][2 * e];
+        const float* y = &P[2 * m + nt][2 * e];
+#if KEEP
+        sts32(at + OFF_B + pair_place(i, nt) + (lane & 3) * 4, pack(j < i ? x[0] * e0 : 0.f, j + 1 < i ? x[1] * e1 : 0.f));
+#endif
+        if (j < i) sts32(even - back + nt * (1024 - 128 * nt) + row, __float_as_uint(x[0] * e0 * bi));
+        if (j + 1 < i) sts32(odd - back + 128 + nt * (992 - 128 * nt) + row, __float_as_uint(x[1] * e1 * bi));
+        sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
+      }
+    }
+}
+
+#if KEEP
+// N and P to where the backward reads them
+INLINE void keep_pairs(u16* to, u32 at, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 z[4];
+    lds128(z, at + OFF_M + i * 512 + lane * 16);
+    stg128((char*)to + i * 512 + lane * 16, z);
+  }
+}
+#endif
+
+// The chunks of all passes over a span; n: of one pass.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
+  const int total = n * passes, last = total - n;  // the first chunk of the last pass
+  float b, G;
+  auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
+  auto ask = [&](int c) {  // for what chunk c needs, once its slot is empty
+    const int slot = c % SLOTS;
+    if (c >= SLOTS) bar_wait(base + BARS + slot * 16 + 8, (c / SLOTS - 1) & 1);
+    if (passes > 1 && c >= last) bar_wait(base + OPEN, 0);
+    const bool middle = c >= n && c < last;
+    const int t = t0 + (c >= last ? c - last : middle ? c - n : c) * C;
+    load_chunk(a, t, x.end, h, !middle, base + slot * SLOT, lane);
+    const u64 i = (u64)(t + lane) * a.H + h;
+    const bool live = t + lane < x.end;
+    b = live ? beta_at(a, i) : 0.f;
+    G = live ? gate_at(a, i) : 0.f;
+  };
+  if (w < total) ask(w);
+  for (int c = w; c < total; c += MAKERS) {
+    const int slot = c % SLOTS;
+    const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR, triangle = base + TRIANGLES + w * TRIANGLE;
+    G *= LOG2E;  // not where it is asked for, which would wait for it
+#pragma unroll
+    for (int m = 1; m < C; m *= 2) {
+      const float before = __shfl_up_sync(~0u, G, m);
+      if (lane >= m) G += before;
+    }
+    sts32(factors + lane * 4, __float_as_uint(ex2(G)));
+    sts32(factors + 128 + lane * 4, __float_as_uint(ex2(__shfl_sync(~0u, G, C - 1) - G)));
+#if KEEP
+    sts32(factors + 256 + lane * 4, __float_as_uint(b));
+#endif
+    cp_wait();
+    __syncwarp();
+    make_pairs(G, b, at, triangle, lane);
+    __syncwarp();
+#if !KEEP
+    const float mine = b;
+#endif
+    const bool more = c + MAKERS < total;
+    const bool now = more && (c >= last || c + MAKERS < last) && uniform(is_empty(c + MAKERS));
+    if (now) ask(c + MAKERS);
+#if KEEP
+    invert(1.f, at + OFF_M, triangle, lane);
+    __syncwarp();
+    const int own = t0 + (c - last) * C - x.begin;
+    if (c >= last && own >= 0) keep_pairs(a.kept_pairs + kept_at(a, x.chunk + own / C, h) * (2 * C * C), at, lane);
+#else
+    invert(mine, at + OFF_M, triangle, lane);
+#endif
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) bar_arrive(base + BARS + slot * 16);
+    if (more && !now) ask(c + MAKERS);  // which waits for its slot, or for the passes before
+  }
+}
+
+// -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
+
+// What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then S^T q^T; S <- e^GL S meanwhile. With KEEP
+// the state goes out to `kept`, unless that is null.
+INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, u32 factors, char* kept, u32 stage, int w, int lane) {
+  const u64 b0 = descriptor(at, 16, 1024), b1 = descriptor(at + HALF, 16, 1024);
+  const float to_end = lds(factors + (C - 1) * 4);
+  u32 f[8][4];
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float(&y)[4] = S[2 * ks + i];
+      f[ks][2 * i] = pack(y[0], y[1]);
+      f[ks][2 * i + 1] = pack(y[2], y[3]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) y[j] *= to_end;
+    }
+  wg_fence();
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) wgmma64(RO, f[ks], (ks < 4 ? b0 : b1) + (ks & 3) * 2, ks > 0);
+  wg_commit();
+#if KEEP
+  if (kept) keep_state(f, kept, stage, w, lane);
+#endif
+}
+
+// The state over n chunks from token t0 on, the first of which is the c0-th of those under way; outputs from `begin` on, which has chunk
+// number `chunk`. A chunk's output waits in its slot until the tensor cores read the state for the next one.
+INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int chunk, int c0, int n, u32 base, int w,
+                 int lane) {
+  const u32 bars = base + BARS;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
+  const u32 column = (u32)((lane & 3) * 8);
+  const u32 own = (u32)((lane >> 1) * 256) + swz(lane >> 1, w * 2 + (lane & 1));  // 8 channels of a token
+  const u64 stride = (u64)a.H * D;
+  u16* out = a.o + (u64)(t0 + (lane >> 1)) * stride + h * D + (w * 2 + (lane & 1)) * 8;  // of the next chunk
+  bool left = false;  // an output in the slot before
+  u32 z[2][4];
+  auto fetch = [&](int c) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) lds128(z[m], base + c % SLOTS * SLOT + OFF_V + m * 4096 + own);
+  };
+  auto put_out = [&](int c) {
+    const int live = end - t0 - (c - c0) * C - (lane >> 1);
+#pragma unroll
+    for (int m = 0; m < 2; m++) stg128_if(out + (u64)((c - c0) * C + 16 * m) * stride, z[m], 16 * m < live);
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
+  };
+  for (int c = c0; c < c0 + n; c++) {
+    const int slot = c % SLOTS, t = t0 + (c - c0) * C;
+    const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR;
+    bar_wait(bars + slot * 16, (c / SLOTS) & 1);
+    float RO[32];
+    char* kept = 0;
+#if KEEP
+    const u64 place = kept_at(a, chunk + (t - begin) / C, h);
+    if (t >= begin) kept = (char*)(a.kept_S + place * (D * D));
+#endif
+    if (left) fetch(c - 1);
+    read_state(RO, S, at, factors, kept, base + SLOTS * SLOT + w * 4096, w, lane);
+    if (left) put_out(c - 1);
+    left = t >= begin;
+    u32 v[2][4], u[2][4], at_end[2][4];
+    float E[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u32 r[2];
+      lds64(r, factors + i * 32 + column);
+      E[i][0] = __uint_as_float(r[0]); E[i][1] = __uint_as_float(r[1]);
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
+    wg_wait(RO);
+#if KEEP
+    float W[16];  // R for now
+#endif
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* r = RO + 8 * m + 2 * i;
+        const float(&e)[2] = E[2 * m + (i >> 1)];
+#if KEEP
+        u32 b[2];
+        lds64(b, factors + 256 + (2 * m + (i >> 1)) * 32 + column);
+        float* y = W + 8 * m + 4 * (i >> 1) + 2 * (i & 1);
+        y[0] = fmaf(-e[0], r[0], lo(v[m][i])); y[1] = fmaf(-e[1], r[1], hi(v[m][i]));
+        v[m][i] = pack(y[0] * __uint_as_float(b[0]), y[1] * __uint_as_float(b[1]));
+#else
+        v[m][i] = pack(fmaf(-e[0], r[0], lo(v[m][i])), fmaf(-e[1], r[1], hi(v[m][i])));
+#endif
+      }
+    {
+      float U[4][4] = {};
+      add_pairs(U[0], v, at + OFF_M, rb, cb);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 r[2];
+        lds64(r, factors + 128 + i * 32 + column);
+        const float e0 = __uint_as_float(r[0]), e1 = __uint_as_float(r[1]);
+        u[i >> 1][2 * (i & 1)] = pack(U[i][0], U[i][1]);
+        u[i >> 1][2 * (i & 1) + 1] = pack(U[i][2], U[i][3]);
+        at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e0, U[i][1] * e1);
+        at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e0, U[i][3] * e1);
+      }
+    }
+    float* O = RO + 16;
+    if (left) {  // before the state's products, which the tensor cores would finish first
+#pragma unroll
+      for (int i = 0; i < 16; i++) O[i] *= E[i >> 2][i & 1];
+      add_pairs(O, u, at + OFF_P, rb, cb);
+    }
+    wg_fence();
+    wgmma128(S, at_end[0], descriptor(at, HALF, 1024));
+    wgmma128(S, at_end[1], descriptor(at + 2048, HALF, 1024));
+    wg_commit();
+    if (left) {
+#if KEEP
+      u32 y[2][4];  // W = R - B U
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[m][i] = u[m][i] ^ 0x80008000u;
+      add_pairs(W, v, at + OFF_B, rb, cb);
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        u32 f[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) f[i] = pack(W[8 * m + 2 * i], W[8 * m + 2 * i + 1]);
+        stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < 2; m++) lds128(y[m], at + OFF_V + m * 4096 + own);
+      __syncwarp();
+#endif
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        u32 f[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * a.scale, O[8 * m + 2 * i + 1] * a.scale);
+        stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
+      }
+#if KEEP
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+        stg128((char*)(a.kept_W + place * (C * D)) + tile_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), y[m]);
+#endif
+    }
+    wg_wait(S);
+    __syncwarp();
+    if (!left && lane == 0) bar_arrive(bars + slot * 16 + 8);
+  }
+  if (left) {
+    fetch(c0 + n - 1);
+    put_out(c0 + n - 1);
+  }
+}
+
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,
+                    int lane) {
+  float S[16][4];
+  const int end = uniform(x.end);
+  if (passes > 1 || !waits)
+    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  else
+    take(S, a, s - 1, h, w, lane);
+#pragma unroll 1
+  for (int pass = 0; pass < passes; pass++) {
+    const bool last = pass == passes - 1;
+    walk(S, a, h, t0, last ? uniform(x.begin) : end, end, KEEP ? uniform(x.chunk) : 0, pass * n, n, base, w, lane);
+    if (last) break;
+    between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
+  }
+  if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+}
+
+// How many chunks early a span begins, or -1: it waits. By all warps.
+INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
+  if (x.first) return 0;
+  const int before = x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T);  // tokens of the piece
+  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
+    const float left = (i + 1) * C <= before ? left_over(a, x.begin - (i + 1) * C, h, lane) : 0.f;
+    if (lane == 0) sts32(base + SAID + 16 + i * 4, __float_as_uint(left));
+  }
+  __syncthreads();
+  int found = -1;
+  float sum = 0.f;
+  for (int i = 0; i < BACK; i++) {
+    sum += lds(base + SAID + 16 + i * 4);
+    if (found < 0 && sum < FORGOTTEN) found = i + 1;
+  }
+  if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
+  return uniform(found);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_constant__ Args a) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 base = (smem_addr(smem) + 1023) & ~1023u;
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    for (int i = 0; i < SLOTS; i++) {
+      bar_init(base + BARS + i * 16, 1);
+      bar_init(base + BARS + i * 16 + 8, 8);
+    }
+    bar_init(base + OPEN, 1);
+    bars_ready();
+  }
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
+  const int s = mine.s, h = mine.h, back = mine.back;
+  const Span x = span_of(a, s);
+  if (x.end <= x.begin) return;
+  const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
+  const int passes = back < 0 && !x.last && a.ahead ? 3 : 1;
+  if (uniform(tid >> 8)) {
+    registers_down<120>();
+    produce(a, x, h, t0, n, passes, base, w, lane);
+  } else {
+    registers_up<192>();
+    consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
+#if KEEP
+    if (lane == 0) copied_out();
+#endif
+  }
+}
