@@ -103,11 +103,15 @@ def added(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     return of_q.contiguous(), (of_k / scores.scale).contiguous()
 
 
-def put(gradients: tuple[Tensor, Tensor], of_sums: tuple[Tensor, Tensor], sums: int) -> None:
-    """Write the gradients of sums, wide ``[B, T, H]``, into the channels of dq and dk behind their `sums` ones."""
+def put(
+    gradients: tuple[Tensor | None, Tensor | None], of_sums: tuple[Tensor | None, Tensor | None], sums: int
+) -> None:
+    """Write the gradients of sums, wide ``[B, T, H]``, into the channels of dq and dk behind their `sums` ones; None:
+    not of these."""
     for grad, x, of in zip(gradients, of_sums, (_of_queries, _of_keys)):
-        grad[..., sums:] = 0
-        grad[..., of(sums, grad.dtype)] = in_parts(x, grad.dtype)
+        if grad is not None and x is not None:
+            grad[..., sums:] = 0
+            grad[..., of(sums, grad.dtype)] = in_parts(x, grad.dtype)
 
 
 def keep_first(dq: Tensor, dk: Tensor, sums: int, dtype: torch.dtype) -> None:

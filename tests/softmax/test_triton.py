@@ -17,6 +17,7 @@ from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.geometry.placement import WholePlacement
 from ring_la.softmax.merging import Gradients, Partial, Sum, one_pass, row_sums
 from ring_la.softmax.scores import Scores
+from ring_la.softmax.sums import with_sums
 from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
 from tests.support.interpreter import compute_bf16, interpreted
 
@@ -227,20 +228,26 @@ def test_the_first_part_holds_the_result(monkeypatch):
         torch.testing.assert_close(got, results[0])
 
 
-def test_blocks_at_fixed_places_have_the_same_bits():
+@pytest.mark.parametrize("sums", [False, True], ids=["", "with running sums"])
+def test_blocks_at_fixed_places_have_the_same_bits(sums):
     """What a document and its gradients are does not depend on its place, nor on which rows are at hand. (NumPy's
     products look at a row's place in a tile of 64, tensor cores do not.)"""
     backend, H, D = CanonicalTriton(), 2, 16
     rng = torch.Generator().manual_seed(3)
-    one, other = ([torch.randn(1, n, h, D, generator=rng) for h in (H, 1, 1, H)] for n in (260, 64))
+    heads = (H, H, H, H) if sums else (H, 1, 1, H)
+    one, other = ([torch.randn(1, n, h, D, generator=rng) for h in heads] for n in (260, 64))
     scores = Scores(0.3, right=0)
+    for part in (one, other) if sums else ():
+        c = -torch.rand(1, part[0].shape[1], H, generator=rng, dtype=torch.float64).cumsum(1)
+        part[0], part[1], near = with_sums(part[0], part[1], c, 0.3, exact=True)
+        scores = Scores(near, right=0, sums=D)
 
     def run(parts: list, rows: slice = slice(None)) -> list[torch.Tensor]:
         q, k, v, do = (torch.cat(x, 1) for x in zip(*parts))
         cu = [0, *itertools.accumulate(p[0].shape[1] for p in parts)]
         tokens = Tokens.whole(cu[-1], torch.device("cpu"), cu)
         q, do, mine = q[:, rows], do[:, rows], tokens.cut(*rows.indices(cu[-1])[:2])
-        pair, out = Pair(mine, tokens, scores.reach), Partial(q.shape, q.dtype, q.device)
+        pair, out = Pair(mine, tokens, scores.reach), Partial(do.shape, q.dtype, q.device)
         backend.forward(q, k, v, scores, pair, out)
         o, lse = out.result()
         x = QueryRows(q, o, do, lse, backend.row_sums(do, o, None, mine))
@@ -251,8 +258,13 @@ def test_blocks_at_fixed_places_have_the_same_bits():
         assert torch.equal(a[:, :260], b[:, 64:])
     for a, b in zip(run([one, other], slice(64, 250))[:2], whole):
         assert torch.equal(a, b[:, 64:250])
-    plain = Canonical()
-    expected = Partial(one[0].shape, torch.float32, torch.device("cpu"))
-    tokens = Tokens.whole(260, torch.device("cpu"))
-    plain.forward(*one[:3], scores, Pair(tokens, tokens, scores.reach), expected)
-    torch.testing.assert_close(whole[0][:, :260], expected.result()[0], rtol=1e-4, atol=1e-5)
+    plain, tokens = Canonical(), Tokens.whole(260, torch.device("cpu"))
+    (q, k, v, do), pair = one, Pair(tokens, tokens, scores.reach)
+    expected = Partial(do.shape, torch.float32, torch.device("cpu"))
+    plain.forward(q, k, v, scores, pair, expected)
+    o, lse = expected.result()
+    x = QueryRows(q, o, do, lse, plain.row_sums(do, o, None, tokens))
+    wanted = o, plain.query_gradients(x, k, v, scores, pair), *plain.key_gradients(x, k, v, scores, pair)
+    for got, want in zip(whole, wanted):
+        kept = slice(D) if sums else slice(None)  # PyTorch's gives the gradients of sums in other channels
+        torch.testing.assert_close(got[:, :260, :, kept], want[..., kept], rtol=1e-4, atol=1e-4)

@@ -20,11 +20,12 @@ from ...geometry.fixed import NOBODY
 from ...merging import Partial, row_sums
 from ...merging.parts import dense
 from ...scores import Scores
+from ...sums import put
 from ..backend import Ask, QueryRows
 from ..canonical import Canonical
 from . import table
 from .backend import TritonBackend
-from .launch import General, padded
+from .launch import General, apart, padded
 from .plan import TileLists, meet
 from .table import TileSettings
 
@@ -99,8 +100,8 @@ def _lists(seen: Tensor, whole: Tensor) -> TileLists:
     return TileLists(order.to(torch.int32).contiguous(), counts.to(torch.int32).contiguous())
 
 
-def _tile(settings: dict[int, TileSettings], q: Tensor, v: Tensor) -> TileSettings:
-    return table.settings(settings, padded(max(q.shape[3], v.shape[3])), q.dtype)
+def _tile(settings: dict[int, TileSettings], q: Tensor, v: Tensor, scores: Scores) -> TileSettings:
+    return table.settings(settings, padded(max(scores.sums or q.shape[3], v.shape[3])), q.dtype)
 
 
 class InBlocks(General):
@@ -124,11 +125,12 @@ class CanonicalTriton(Canonical):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import kernels
 
-        keys = in_blocks(pair.keys, _tile(FORWARD, q, v).keys)
+        keys = in_blocks(pair.keys, _tile(FORWARD, q, v, scores).keys)
         q, k, v = dense(q), dense(keys.fill(k)), dense(keys.fill(v))
+        of_sums, q, k = apart(q, k, scores)
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, o)
+        met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, o, of_sums)
         met.over_queries(kernels.forward, FORWARD, q, k, v, o, lse)
         out.add(o, lse)
 
@@ -137,13 +139,16 @@ class CanonicalTriton(Canonical):
         from . import kernels
 
         assert x.delta is not None
-        keys = in_blocks(pair.keys, _tile(BACKWARD_QUERIES, x.q, v).keys)
+        keys = in_blocks(pair.keys, _tile(BACKWARD_QUERIES, x.q, v, scores).keys)
         q, do, k, v = dense(x.q), dense(x.do), dense(keys.fill(k)), dense(keys.fill(v))
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
         if q.numel() and k.numel():
-            met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, do)
+            of_sums, q, k = apart(q, k, scores)
+            dc = None if of_sums is None else torch.empty_like(of_sums[0])
+            met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, do, of_sums)
             inputs = q, k, v, do, x.lse.contiguous(), x.delta.contiguous()
-            met.over_queries(kernels.backward_queries, BACKWARD_QUERIES, *inputs, dq, *filled(None, by=dq))
+            met.over_queries(kernels.backward_queries, BACKWARD_QUERIES, *inputs, dq, *filled(dc, by=dq))
+            put((dq, None), (None if dc is None else dc.transpose(1, 2) * scores.scale, None), scores.sums)
         return dq
 
     def key_gradients(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> tuple[Tensor, Tensor]:
@@ -151,13 +156,16 @@ class CanonicalTriton(Canonical):
         from . import kernels
 
         assert x.delta is not None
-        rows = in_blocks(pair.rows, _tile(BACKWARD_KEYS, x.q, v).rows)
+        rows = in_blocks(pair.rows, _tile(BACKWARD_KEYS, x.q, v, scores).rows)
         q, do, k, v = dense(rows.fill(x.q)), dense(rows.fill(x.do)), dense(k), dense(v)
         dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (k, v))
         if q.numel() and k.numel():
-            met = InBlocks(scores, Pair(rows.filled, pair.keys, pair.reach), q, k, v, do)
+            of_sums, q, k = apart(q, k, scores)
+            dc = None if of_sums is None else torch.empty_like(of_sums[1])
+            met = InBlocks(scores, Pair(rows.filled, pair.keys, pair.reach), q, k, v, do, of_sums)
             inputs = q, k, v, do, rows.fill_lse(x.lse).contiguous(), rows.fill(x.delta, 2).contiguous()
-            met.over_keys(kernels.backward_keys, BACKWARD_KEYS, *inputs, dk, dv, *filled(None, by=dk))
+            met.over_keys(kernels.backward_keys, BACKWARD_KEYS, *inputs, dk, dv, *filled(dc, by=dk))
+            put((None, dk), (None, None if dc is None else dc.transpose(1, 2)), scores.sums)
         return dk, dv
 
     def row_sums(self, do: Tensor | None, o: Tensor, dlse: Tensor | None, rows: Tokens) -> Tensor:
