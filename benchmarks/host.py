@@ -10,13 +10,12 @@ where the time goes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import json
 import os
 import pstats
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ import torch.distributed as dist
 
 import ring_la
 from benchmarks.options import need_gpus
-from ring_la.kernels.runtime.triton_version import CompiledKernel
 from tests.support.recurrence_cases import make_inputs
 
 from .peers import ops as peers
+from .tapes import TapesOfACall
 
 OPS = (
     "linear_attention", "retention", "lightning_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule",
@@ -41,29 +40,6 @@ SHAPE = dict(B=4, T=4096, Hk=16, H=16, K=64, V=64)
 NARROW = "q", "k", "v", "r", "a", "b", "x", "B", "C", "dt"
 CALLS, ROUNDS = 10, 20
 """Calls in a row without waiting, and how often: few enough that the queue of launches never fills."""
-
-
-class Launches:
-    """Counts and times launches."""
-
-    def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        real = CompiledKernel.start
-
-        def timed(*args) -> None:
-            start = time.perf_counter()
-            real(*args)
-            self.seconds += time.perf_counter() - start
-            self.count += 1
-
-        CompiledKernel.start = timed
-        try:
-            yield
-        finally:
-            CompiledKernel.start = real
 
 
 class Nothing(torch.autograd.Function):
@@ -141,11 +117,11 @@ def operator(name: str, fla: bool) -> dict[str, Any]:
     do = torch.randn_like(op(**x))
     whole = lambda: torch.autograd.grad(op(**wanting), list(wanting.values()), do)  # noqa: E731
     for part, call in (("fwd", lambda: op(**wanting)), ("both", whole)):
-        seen = Launches()
-        with seen.watched():
-            microseconds(call)
-        calls = ROUNDS * CALLS
-        row |= {f"{part}_launches": seen.count / calls, f"{part}_launching": round(seen.seconds / calls * 1e6, 1)}
+        with TapesOfACall() as tapes:
+            call()
+        found = tapes.parts(microseconds)
+        launching = round(found["us_tapes"] - found["us_allocations"], 1)
+        row |= {f"{part}_launches": found["launches"], f"{part}_launching": launching}
     if fla:
         peer = peers.fla(name)
         row["fla"] = measured(lambda **x: peer(x), x)

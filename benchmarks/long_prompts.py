@@ -26,6 +26,7 @@ from ring_la.cli.job import job
 from ring_la.inference.sharded_weights import held_weights
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Completion, Ended, Engine, Event, Hybrid, Keep, NewToken, NoText, Request
+from ring_la.serving.load import sharded_hybrid
 from ring_la.serving.memory import fitting, held
 from ring_la.serving.model import Served
 
@@ -160,6 +161,11 @@ def make(cp: ContextParallel, small: bool) -> HybridLM:
     return model.to(torch.float32 if small else torch.bfloat16)
 
 
+def hybrid(cp: ContextParallel, args: argparse.Namespace) -> Served:
+    model = make(cp, args.small)
+    return sharded_hybrid(model, cp) if args.sharded and cp.size > 1 else Hybrid(model)
+
+
 MIXTURES = {"qwen3_5_35b_a3b": "Qwen3_5MoeForCausalLM", "kimi_linear_48b": "KimiLinearForCausalLM"}
 """Shapes that are their classes' defaults: Qwen3.5-35B-A3B's and Kimi-Linear-48B-A3B's."""
 SURE = 8.0
@@ -198,7 +204,7 @@ def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Serve
 
 def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None:
     if args.model == "hybrid_1b":
-        model: Served = Hybrid(make(cp, args.small))
+        model: Served = hybrid(cp, args)
     else:
         model = mixture(cp, args.model, args.small, args.sharded)
     rows: list[dict[str, Any]] = []
@@ -222,7 +228,7 @@ def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["hybrid_1b", *MIXTURES], default="hybrid_1b", help="whose shape")
-    parser.add_argument("--sharded", action="store_true", help="each rank has a part of a mixture's weights")
+    parser.add_argument("--sharded", action="store_true", help="each rank has a part of the weights")
     parser.add_argument("--lengths", type=counts, default=[65536, 262144])
     parser.add_argument("--batches", type=counts, default=[1, 8, 64], help="sequences decoded side by side")
     parser.add_argument("--tokens", type=int, default=48, help="of each of them")
@@ -237,8 +243,6 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.sharded and args.model == "hybrid_1b":
-        parser.error("--sharded: expected a mixture, got hybrid_1b")
     begun = time.perf_counter()
     with job():
         measure(ContextParallel(validate="never", timeout=120, transport=args.transport), args, begun)

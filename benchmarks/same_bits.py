@@ -97,7 +97,7 @@ def profiled(step: Callable[[], None], device: torch.device) -> None:
     ]
     total = sum(getattr(row, name) for row in rows)
     print(f"    {sum(row.count for row in rows)} launches, {total / 1e3:.2f} ms in them", flush=True)
-    for row in rows[:20]:
+    for row in rows[:40]:
         print(f"    {getattr(row, name) / 1e3:8.3f} ms {row.count:5}  {row.key[:100]}", flush=True)
 
 

@@ -9,7 +9,8 @@ tokens. Then:
 
     ring, FORM          2,048 chosen keys, forward + backward, latents under way
     ideal, FORM         the same queries of each rank with all latents at hand: no exchange
-    index               the choice: a lightning indexer of 4 heads of 128; and its loss, with gradients
+    index …             the choice: a lightning indexer of 4 heads of 128, also with products of 8 bits; and its loss,
+                        with gradients, by each backend
     all keys …          expanded from latents under way, of a quarter of the tokens; then of all, forward + backward,
                         where 17 times what the quarter took is left of --limit
 
@@ -41,6 +42,7 @@ from ring_la.softmax.backends import latents
 from .latents import L, Left, N, R, V, clock, draw, once_each
 
 INDEXED, CHECKED = 131_072, 4096
+LOSSES = ("triton",)
 Row = dict[str, Any]
 
 
@@ -87,10 +89,13 @@ def ways(cp: ring_la.ContextParallel, args: argparse.Namespace, left: Left) -> I
         if cp.size > 1:
             yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left, args.warm)
     few = cp.layout(CHECKED, "zigzag")  # compiles
-    for step in (indexing(few), learning(few, args.heads, choose(few.tokens().cuda(), args.chosen))):
+    of_few = choose(few.tokens().cuda(), args.chosen)
+    for step in (indexing(few), indexing(few, fp8=True), *(learning(few, args.heads, of_few, b) for b in LOSSES)):
         step()
     yield row("index", indexing(layout), left, 0)
-    yield row("index, its loss", learning(layout, args.heads, chosen), left, 0)
+    yield row("index, 8 bits", indexing(layout, fp8=True), left, 0)
+    for backend in LOSSES:
+        yield row(f"index, its loss, {backend}", learning(layout, args.heads, chosen, backend), left, 0)
     if args.all_gather:
         for form in forms:
             how = dict(chosen=chosen, backend=form, strategy="all_gather")
@@ -146,25 +151,25 @@ def at_hand(cp: ring_la.ContextParallel, args: argparse.Namespace, chosen: Tenso
     return step
 
 
-def indexing(layout: ring_la.ShardedLayout) -> Callable[[], None]:
+def indexing(layout: ring_la.ShardedLayout, **how: Any) -> Callable[[], None]:
     """An indexer's choice."""
     shapes = ((4, 128), (128,), (4,))
     q, k, w = (torch.randn(1, layout.local_length, *s, device="cuda", dtype=torch.bfloat16) for s in shapes)
 
     def step() -> None:
-        lightning_index(q, k, w, 2048, layout=layout)
+        lightning_index(q, k, w, 2048, layout=layout, **how)
 
     return step
 
 
-def learning(layout: ring_la.ShardedLayout, heads: int, chosen: Tensor) -> Callable[[], None]:
+def learning(layout: ring_la.ShardedLayout, heads: int, chosen: Tensor, backend: str) -> Callable[[], None]:
     """An indexer's loss with its gradients, of queries taken to the latents."""
     shapes = ((4, 128), (128,), (4,), (heads, L + R), (1, L + R))
     x = [torch.randn(1, layout.local_length, *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     index = [t.requires_grad_() for t in x[:3]]
 
     def step() -> None:
-        loss = lightning_loss(*index, chosen, *x[3:], layout=layout, scale=(N + R) ** -0.5)
+        loss = lightning_loss(*index, chosen, *x[3:], layout=layout, scale=(N + R) ** -0.5, backend=backend)
         torch.autograd.grad(loss, index)
 
     return step

@@ -3,13 +3,14 @@ ranks so that causal attention within documents is even too, and few keys of oth
 
 More segments make more even work and more keys to send, so a few numbers of segments are tried. Of the splits whose
 dearest rank has at most EVEN of the mean's work, that is taken whose dearest rank has the least of ``pairs + KEY · keys
-received``; where there is none, the most even one.
+received``; where there is none, the most even one. Under a window all tokens see as many keys, but for the first of a
+document: a zigzag whose first segments share those out is tried, too.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
@@ -22,30 +23,65 @@ at the end of a backward pass: 4 · K bytes a head at the 365 GB/s of an H200's 
 400 TFLOP/s. Keys and values themselves come while blocks are computed."""
 
 
-def balanced(borders_of: Callable[[int], list[int]], offsets: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
+def balanced(
+    borders_of: Callable[[int], list[int]],
+    offsets: Sequence[int],
+    ranks: int,
+    window: int | None = None,
+    unit: int | None = None,
+) -> tuple[list[int], list[int]]:
     """Borders ``[n + 1]`` of segments, and the owner of each ``[n]``; as many segments for each rank.
 
     Args:
         borders_of: borders of so many segments that are even in tokens. offsets: of the documents.
+        window: earlier keys that a query sees; None: all of its document.
+        unit: borders may fall on any multiple of it; None: on those of `borders_of` alone.
     """
     tried = []
-    for parts in PARTS:
-        borders = borders_of(ranks * parts)
-        before = pairs_before(borders, offsets)
-        work = [b - a for a, b in zip(before, before[1:])]
-        splits = [_by_work(work, ranks, parts)]
-        if parts == 2:
-            splits.insert(0, [*range(ranks), *reversed(range(ranks))])  # zigzag
-        for owners in splits:
-            pairs = [0] * ranks
-            for owner, n in zip(owners, work):
-                pairs[owner] += n
-            received = keys_received(borders, owners, offsets, ranks)
-            cost = max(n + KEY * keys for n, keys in zip(pairs, received))
-            uneven = max(0.0, max(pairs) * ranks - EVEN * sum(pairs))
-            tried.append(((uneven, cost), borders, owners))
+    for borders, owners in _splits(borders_of, offsets, ranks, window, unit):
+        before = pairs_before(borders, offsets, window)
+        pairs = [0] * ranks
+        for owner, a, b in zip(owners, before, before[1:]):
+            pairs[owner] += b - a
+        received = keys_received(borders, owners, offsets, ranks, window)
+        cost = max(n + KEY * keys for n, keys in zip(pairs, received))
+        uneven = max(0.0, max(pairs) * ranks - EVEN * sum(pairs))
+        tried.append(((uneven, cost), borders, owners))
     _, borders, owners = min(tried, key=lambda split: split[0])
     return borders, owners
+
+
+def _splits(
+    borders_of: Callable[[int], list[int]], offsets: Sequence[int], ranks: int, window: int | None, unit: int | None
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Borders and owners to choose from."""
+    zigzag = [*range(ranks), *reversed(range(ranks))]
+    for parts in PARTS:
+        borders = borders_of(ranks * parts)
+        if parts == 2:
+            yield borders, zigzag
+        before = pairs_before(borders, offsets, window)
+        yield borders, _by_work([b - a for a, b in zip(before, before[1:])], ranks, parts)
+    if window is not None and unit is not None and len(offsets) == 2:
+        borders = _short_heads(borders_of(ranks), window, unit)
+        if borders is not None:
+            yield borders, zigzag
+
+
+def _short_heads(shares: Sequence[int], window: int, unit: int) -> list[int] | None:
+    """Borders of a zigzag of one document whose first segments have even parts of what its first tokens see less than
+    a window, and whose last segments have the rest of the ranks' tokens; None where a rank's share is shorter.
+
+    With W = window + 1, the tokens before x miss x W − x² / 2 pairs of x W, and all W² / 2: a share r / P of these is
+    missed before x = W (1 − √(1 − r / P)).
+    """
+    P, full = len(shares) - 1, window + 1
+    heads = [unit * round(full * (1 - (1 - r / P) ** 0.5) / unit) for r in range(P + 1)]
+    tokens = [b - a for a, b in zip(shares, shares[1:])][::-1]  # the last share, maybe a shorter one, is rank 0's
+    tails = [n - (b - a) for n, a, b in zip(tokens, heads, heads[1:])]
+    if min(tails) < 0:
+        return None
+    return heads + [heads[-1] + n for n in accumulate(reversed(tails))]
 
 
 def _by_work(work: Sequence[int], ranks: int, parts: int) -> list[int]:
@@ -63,29 +99,32 @@ def _by_work(work: Sequence[int], ranks: int, parts: int) -> list[int]:
     return owners
 
 
-def keys_received(borders: Sequence[int], owners: Sequence[int], offsets: Sequence[int], ranks: int) -> list[int]:
+def keys_received(
+    borders: Sequence[int], owners: Sequence[int], offsets: Sequence[int], ranks: int, window: int | None = None
+) -> list[int]:
     """How many keys of other ranks each rank's queries see, under causal attention within documents."""
     out = [0] * ranks
     cut = {bisect_right(offsets, b) - 1 for b in borders[1:-1] if b not in (0, offsets[-1])}
     for d in cut:
         start, stop = offsets[d], offsets[d + 1]
-        own, last = [0] * ranks, [start] * ranks
+        last = [start] * ranks
         for i in range(bisect_right(borders, start) - 1, bisect_left(borders, stop)):
             a, b = max(start, borders[i]), min(stop, borders[i + 1])
             if a < b:
-                own[owners[i]] += b - a
+                first = start if window is None else max(start, a - window)
+                out[owners[i]] += max(0, a - max(first, last[owners[i]]))
                 last[owners[i]] = b
-        for rank in range(ranks):
-            out[rank] += last[rank] - start - own[rank]
     return out
 
 
-def pairs_before(tokens: Sequence[int], offsets: Sequence[int]) -> list[int]:
+def pairs_before(tokens: Sequence[int], offsets: Sequence[int], window: int | None = None) -> list[int]:
     """For each of `tokens`, pairs of a query before it and a key which that query sees, under causal attention."""
-    whole = [0, *accumulate(_triangle(b - a) for a, b in zip(offsets, offsets[1:]))]
+    whole = [0, *accumulate(_seen(b - a, window) for a, b in zip(offsets, offsets[1:]))]
     documents = (bisect_right(offsets, t) - 1 for t in tokens)
-    return [whole[d] + _triangle(t - offsets[d]) for t, d in zip(tokens, documents)]
+    return [whole[d] + _seen(t - offsets[d], window) for t, d in zip(tokens, documents)]
 
 
-def _triangle(length: int) -> int:
-    return length * (length + 1) // 2
+def _seen(length: int, window: int | None) -> int:
+    """Pairs of the first queries of a document."""
+    rising = length if window is None else min(length, window + 1)
+    return rising * (rising + 1) // 2 + (length - rising) * rising

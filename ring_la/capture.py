@@ -29,6 +29,9 @@ from .step_calls import hashable, known, own_copy, refuse_elsewhere, refuse_outs
 from .step_graph import StepStream, reason
 from .surroundings import Snapshot, Surroundings
 
+AS_FAR = "as far as the end of its capture"
+"""What ranks that compare how their captures went say to those that are elsewhere."""
+
 IN_FLIGHT = 2
 """Replays that may wait on the device before a call waits for the oldest."""
 HINT = "What waits for the device, or decides by its values, belongs outside of the step"
@@ -146,7 +149,7 @@ class CapturedStep:
             PeerError: a rank is late or gone, by number; from then on the step is of no use.
         """
         while self._running:
-            self._finish(self._running.pop(0))
+            self.finish(self._running.pop(0))
         if self._cp is not None:
             self._cp.comm.refuse_late("the next step")
 
@@ -216,7 +219,7 @@ class CapturedStep:
         own = [copies.get(id(x), x) for x in leaves]  # a tensor given twice is one, as a compiled step knows it
         args, keywords = pytree.tree_unflatten(own, structure)
         for event in stream.ends():  # here, where a rank that is late is named, since a capture waits without end
-            self._finish(event)
+            self.finish(event)
         around, error, made = self._around.snapshot(), None, None
         versions = [version(x) for x in own]
         try:
@@ -235,9 +238,10 @@ class CapturedStep:
         """Raise on every rank why one cannot capture, if one cannot."""
         why = "" if error is None else str(error) if isinstance(error, UnsupportedError) else reason(error)
         told = [why]
-        if self._cp is not None and self._cp.size > 1:
+        known = isinstance(error, DisagreementError) and AS_FAR in str(error)  # by one that is here, and raises
+        if self._cp is not None and self._cp.size > 1 and not known:
             try:
-                self._cp.comm.agreement.agree("capturing the step", "as far as that")
+                self._cp.comm.agreement.agree("capturing the step", AS_FAR)
                 told = self._cp.comm.agreement.tell(why)
             except (DisagreementError, PeerError):  # another is not even here
                 if error is None:
@@ -250,7 +254,7 @@ class CapturedStep:
 
     def _replay(self, kind: Kind, stream: StepStream, tensors: Sequence[Tensor]) -> Any:
         while len(self._running) >= IN_FLIGHT:
-            self._finish(self._running.pop(0))
+            self.finish(self._running.pop(0))
         if self._cp is not None:
             self._cp.comm.refuse_late("a captured step")
         with torch.no_grad():
@@ -264,8 +268,12 @@ class CapturedStep:
         kind.around.attach()
         return kind.output
 
-    def _finish(self, event: torch.cuda.Event) -> None:
-        """Wait for a replay as long as a peer may take."""
+    def finish(self, event: torch.cuda.Event) -> None:
+        """Wait for what was launched before an event, calls of this step among it, as long as a peer may take.
+
+        Raises:
+            PeerError: as in `wait`.
+        """
         deadline = time.monotonic() + self._seconds
         while not event.query():
             if self._cp is not None:

@@ -191,7 +191,12 @@ def _rows_backward(ctx: Any, dc: Tensor) -> Any:
     a, b, sizes = ctx.saved_tensors
     rows, outer = torch.ops.ring_la.grouped_rows, torch.ops.ring_la.grouped_outer
     da = rows(dc, b.mT, sizes, ctx.backend, False) if ctx.needs_input_grad[0] else None
-    db = outer(a, dc, sizes, ctx.backend, False) if ctx.needs_input_grad[1] else None
+    db = None
+    if ctx.needs_input_grad[1]:  # it lies as b does, or the sum of a parameter's gradients would be a copy
+        by_columns = b.stride(-2) == 1 and b.stride(-1) != 1
+        x, y = (dc, a) if by_columns else (a, dc)
+        db = outer(x, y, sizes, ctx.backend, False)
+        db = db.mT if by_columns else db
     return da, db, None, None, None
 
 

@@ -4,8 +4,8 @@ A sequence of ``seq_len`` tokens is cut into ordered *segments*, each a run of t
 
     contiguous   P segments,  rank r owns segment r
     zigzag       2P segments, rank r owns segments r and 2P−1−r (balances causal attention)
-    balanced     up to 8P segments, as many a rank, so that causal attention within packed documents is even and few
-                 keys are sent (`balanced.py`)
+    balanced     up to 8P segments, as many a rank, so that causal attention within packed documents or under a window
+                 is even and few keys are sent (`balanced.py`)
     striped      no segments: rank r owns tokens r, r+P, r+2P, …
 
 Segments differ in length by at most one unit of `multiple_of` tokens, so any length works, also one shorter
@@ -71,6 +71,7 @@ class Layout:
             ints, from 0 to seq_len, never decreasing; empty documents are allowed). None: one document.
         multiple_of: segment borders fall on multiples of this many tokens.
         of_documents: the multiples count from the start of each document, and documents' ends are borders, too.
+        window: earlier keys that a query sees, for "balanced"; None: all of its document.
 
     Raises:
         ArgumentError: naming the argument that is wrong.
@@ -85,6 +86,7 @@ class Layout:
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int = 1,
         of_documents: bool = False,
+        window: int | None = None,
     ) -> None:
         if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
             raise ArgumentError("seq_len", "an int ≥ 1 (tokens of the whole sequence)", repr(seq_len))
@@ -94,9 +96,13 @@ class Layout:
             raise ArgumentError("rank", f"0 ≤ rank < world_size = {world_size}", rank)
         if not isinstance(multiple_of, int) or multiple_of < 1:
             raise ArgumentError("multiple_of", "an int ≥ 1", repr(multiple_of))
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 0):
+            raise ArgumentError("window", "None or an int ≥ 0 (earlier keys of a query)", repr(window))
+        if window is not None and kind != "balanced":
+            raise ArgumentError("window", f"None with kind={kind!r}, which does not look at work", window)
         self.kind: LayoutKind = kind
         self.seq_len, self.world_size, self.rank = seq_len, world_size, rank
-        self.multiple_of, self.of_documents = multiple_of, of_documents
+        self.multiple_of, self.of_documents, self.window = multiple_of, of_documents, window
         self.packed = cu_seqlens is not None
         self.cu_seqlens = (0, seq_len) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, seq_len)
 
@@ -115,7 +121,7 @@ class Layout:
         """What decides who owns which token."""
         split = (self.seq_len, self.kind, self.world_size, self.multiple_of)
         by_documents = self.kind == "balanced" or (self.of_documents and self.kind != "striped")
-        return (*split, self.cu_seqlens) if by_documents else split
+        return (*split, self.cu_seqlens, self.window) if by_documents else split
 
     @property
     def key(self) -> tuple:
@@ -150,7 +156,8 @@ class Layout:
         p = self.world_size
         borders_of = self._borders_in_documents if self.of_documents else self._borders
         if self.kind == "balanced":
-            return self._joined(*balanced(borders_of, self.cu_seqlens, p))
+            unit = None if self.of_documents else self.multiple_of
+            return self._joined(*balanced(borders_of, self.cu_seqlens, p, self.window, unit))
         n = p if self.kind == "contiguous" else 2 * p
         borders = borders_of(n)
         owners = [*range(p), *reversed(range(p))][:n]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class StepStream:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message="The CUDA Graph is empty")
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                with no_garbage(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                     try:
                         out = call()
                     except Exception as error:  # behind it CUDA says that the capture is no good, and not why
@@ -85,6 +87,20 @@ class StepStream:
             pass
         generator = torch.cuda.default_generators[self.device.index]
         generator.graphsafe_set_state(generator.clone_state())  # the same numbers go on, outside of the capture
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Nothing is collected here: a graph that an earlier step left in a cycle would be freed, which CUDA refuses during
+    a capture, and the capture with it."""
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def drawn() -> dict[str, Any]:

@@ -6,7 +6,11 @@ same misuses by graphs of CUDA: tests/gpu/test_capture_misuse.py.
 
 from __future__ import annotations
 
+import gc
 import random
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,7 +18,7 @@ import torch
 
 import ring_la
 from ring_la.capture import CapturedStep
-from ring_la.step_graph import changed, drawn
+from ring_la.step_graph import StepStream, changed, drawn
 from tests.support.pool import group
 from tests.support.step_graphs import Repeating, standing
 
@@ -282,3 +286,57 @@ def test_what_a_step_binds_is_not_held(stand):
         optimizer.param_groups[0]["lr"] = 0.1 / (n + 1)
         model.table = torch.ones(2)
     assert step.graphs == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_in_a_capture(fails, monkeypatch):
+    """A graph among the garbage would be given back there, which ends the capture ("operation not permitted")."""
+    stands = dict(Stream=lambda device: None, current_stream=lambda device: None, set_stream=lambda stream: None)
+    stands |= dict(CUDAGraph=SimpleNamespace, graph=lambda graph, **how: nullcontext())
+    for name, stand in stands.items():
+        monkeypatch.setattr(torch.cuda, name, stand)
+    stream, on = StepStream(torch.device("cpu")), []
+
+    def step():
+        on.append(gc.isenabled())
+        if fails:
+            raise ZeroDivisionError
+        return 3
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            stream.write(step)
+    else:
+        assert stream.write(step)[1] == 3
+    assert on == [False]
+    assert gc.isenabled()
+
+
+def check_told_at_once(rank: int) -> tuple[str, float]:
+    """Rank 1's capture breaks, and the others are on their way to an exchange with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        standing(patch.setattr)
+        cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
+        x, seen, layout = torch.ones(1, 8, 2, 4), [], cp.layout(8 * cp.size)
+
+        def step(q):
+            seen.append(1)
+            if rank == 1 and len(seen) == 2:
+                raise KeyError("odd")
+            return ring_la.linear_attention(q, q, q, layout=layout).o
+
+        captured = ring_la.capture(step, cp, warmup=1)
+        captured(x)
+        began = time.monotonic()
+        try:
+            captured(x)
+        except ring_la.UnsupportedError as error:
+            return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_ranks_elsewhere_are_told_at_once(ranks):
+    """Not after the timeout: the one whose capture broke has left."""
+    for r, (said, seconds) in enumerate(ranks.run(3, check_told_at_once)):
+        assert "odd" in said if r == 1 else "as far as the end of its capture" in said or "disagree" in said
+        assert seconds < PATIENCE / 2

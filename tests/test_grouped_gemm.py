@@ -143,6 +143,17 @@ def test_strided_operands_give_the_same_numbers():
     torch.testing.assert_close(x.grad, torch.cat([b[0].sum(1).expand(3, 4), b[1].sum(1).expand(4, 4)]))
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_gradient_lies_as_its_matrices_do(by_columns):
+    """Or autograd would copy it, as large as all weights, to where they are."""
+    a, b, sizes = operands((2, 0, 3))
+    stored = (b.mT.contiguous() if by_columns else b).requires_grad_()
+    grouped_gemm(a, stored.mT if by_columns else stored, sizes).sum().backward()
+    assert stored.grad.is_contiguous()
+    (grad,) = torch.autograd.grad(grouped_gemm(a, y := (stored.mT if by_columns else stored), sizes).sum(), y)
+    assert grad.stride() == y.stride()
+
+
 def test_sizes_as_int32():
     a, b, sizes = operands((2, 3))
     torch.testing.assert_close(grouped_gemm(a, b, sizes.int()), grouped_gemm(a, b, sizes))

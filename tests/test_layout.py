@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ring_la.balanced import keys_received, pairs_before
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.layout import KINDS, Layout
 from ring_la.scan import Chain
@@ -108,6 +109,9 @@ def test_zigzag_order():
         (dict(seq_len=8, cu_seqlens=torch.tensor([0.0, 8.0])), "cu_seqlens"),
         (dict(seq_len=8, rank=3, world_size=2), "rank"),
         (dict(seq_len=8, multiple_of=0), "multiple_of"),
+        (dict(seq_len=8, kind="balanced", window=-1), "window"),
+        (dict(seq_len=8, kind="balanced", window=2.0), "window"),
+        (dict(seq_len=8, kind="zigzag", window=2), "window"),
     ],
 )
 def test_bad_arguments_are_named(arguments, name):
@@ -142,3 +146,39 @@ def test_balanced_documents_make_even_work(P, long_tail):
     cu = [0, *itertools.accumulate(documents_of(long_tail, 0))]
     lengths = Layout(cu[-1], "balanced", P, 0, cu).lengths
     assert max(lengths) - min(lengths) <= 8
+
+
+def visible(cu: tuple[int, ...], window: int | None) -> torch.Tensor:
+    """Which keys each query of packed documents sees."""
+    at = torch.arange(cu[-1])
+    document = torch.searchsorted(torch.tensor(cu[1:]), at, right=True)
+    apart = at[:, None] - at
+    near = torch.ones_like(apart, dtype=torch.bool) if window is None else apart <= window
+    return (document[:, None] == document) & (apart >= 0) & near
+
+
+@pytest.mark.parametrize("window", [None, 0, 1, 7, 40])
+@pytest.mark.parametrize("cu", [(0, 50), (0, 3, 3, 20, 50)])
+def test_what_balanced_layouts_count(cu, window):
+    """Pairs and keys of others, beside a dense mask."""
+    mask, P = visible(cu, window), 3
+    assert pairs_before(range(51), cu, window) == [0, *mask.sum(1).cumsum(0).tolist()]
+    layout = Layout(50, "balanced", P, cu_seqlens=cu, window=window)
+    borders, owners = [0, *(s.stop for s in layout.segments)], [s.owner for s in layout.segments]
+    whose = layout.owners_of(torch.arange(50))[0]
+    seen = [int(mask[whose == r][:, whose != r].any(0).sum()) for r in range(P)]
+    assert keys_received(borders, owners, cu, P, window) == seen
+
+
+@pytest.mark.parametrize(("tokens", "P"), [(32768, 2), (65536, 4), (16384, 8), (9001, 3)])
+@pytest.mark.parametrize("unit", [1, 64])
+def test_windows_make_even_work(tokens, P, unit):
+    """A zigzag gives all of the first tokens' short windows to some ranks: the dearest has 1.03 to 1.14 of the mean."""
+    layout = Layout(tokens, "balanced", P, multiple_of=unit, window=4095)
+    assert max(layout.lengths) - min(layout.lengths) <= unit
+    assert all(s.stop % unit == 0 for s in layout.segments[:-1])
+    before, work = pairs_before([0, *(s.stop for s in layout.segments)], (0, tokens), 4095), [0] * P
+    for s, a, b in zip(layout.segments, before, before[1:]):
+        work[s.owner] += b - a
+    assert max(work) * P <= (1.001 if unit == 1 else 1.03) * sum(work)
+    assert len(layout.segments) == 2 * P - 1

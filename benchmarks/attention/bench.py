@@ -184,10 +184,11 @@ def ours(
     cu: list[int] | None,
     how: dict,
 ) -> list[Way]:
-    """Every strategy × backend × transport, and layout where documents are packed."""
-    out = []
-    for kind in args.kinds[: None if cu else 1]:
-        layouts = {name: cp.layout(length, kind, cu_seqlens=cu) for name, cp in contexts.items()}
+    """Every strategy × backend × transport, and layout where documents are packed or queries see a window."""
+    out, window = [], how.get("window", (-1, -1))[0]
+    for kind in args.kinds[: None if cu or window >= 0 else 1]:
+        near = window if kind == "balanced" and window >= 0 else None
+        layouts = {name: cp.layout(length, kind, cu_seqlens=cu, window=near) for name, cp in contexts.items()}
         for backend, strategy in itertools.product(args.backends, args.strategies):
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
                 layout, copies = layouts[transport], contexts[transport].comm.copies and strategy != "all_gather"
@@ -195,7 +196,7 @@ def ours(
                 for streams in args.streams if copies and strategy in ("ring", "auto") else ["auto"]:
                     said, two_streams = STREAMS[streams]
                     way = strategy + (", copied" if copies else ", sent") + said
-                    name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
+                    name = f"ring_la {way} {backend}" + (f" {kind}" if cu or window >= 0 else "")
                     out.append(Way(name, backend, our_call(more, two_streams), tokens_of(layout), copies))
     return out
 

@@ -92,7 +92,8 @@ def flux(tiny: bool, device: torch.device, dtype: torch.dtype) -> Any:
 def images(options: argparse.Namespace, group: Group, book: Book) -> None:
     """A row for each arm, mode and size."""
     tiny = not group.on_cuda
-    sizes = options.sizes or [(128, 128) if tiny else (1024, 1024)]
+    asked = options.sizes or {"": [(128, 128) if tiny else (1024, 1024)]}
+    sizes = [size for each in asked.values() for size in each]
     wanted: dict[tuple[int, ...], Tensor] = {}
     for arm in options.arms:
         for mode in options.modes:
@@ -106,6 +107,8 @@ def images(options: argparse.Namespace, group: Group, book: Book) -> None:
                 if found is not None:
                     book.add(row | found)
             pipe = None
+            if mode.startswith("compiled"):
+                torch._dynamo.reset()  # whose limit of compilations counts those of all rows
             if group.on_cuda:
                 torch.cuda.empty_cache()
 

@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="moments or parts whose name holds one of these words, by commas")
     parser.add_argument("--faults", default=",".join(FAULTS), help="of these, by commas")
-    parser.add_argument("--ranks", type=int, default=3, help="a GPU each, where there are as many; else on CPUs")
+    parser.add_argument(
+        "--ranks", type=int, default=3, help="on GPUs, which they share where there are fewer; without any on CPUs"
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for one in found(options.only.split(","), options.faults.split(","), options.ranks):
@@ -38,7 +40,7 @@ def main() -> None:
 
 def found(only: list[str], faults: list[str], ranks: int) -> Iterator[dict[str, Any]]:
     """A row for every fault at every moment."""
-    for name, moment in (MOMENTS | (ON_GPUS if on_gpus(ranks) else {})).items():
+    for name, moment in (MOMENTS | (ON_GPUS if torch.cuda.is_available() else {})).items():
         for fault in faults if any(word in name for word in only) else ():
             yield told(name, fault, moment, ranks)
     for part in (servers, disks):
@@ -46,15 +48,12 @@ def found(only: list[str], faults: list[str], ranks: int) -> Iterator[dict[str, 
             yield from part.rows()
 
 
-def on_gpus(ranks: int) -> bool:
-    return torch.cuda.device_count() >= ranks
-
-
 def write(file: Path, rows: list[dict[str, Any]], ranks: int) -> None:
     about = {
         "command": "python -m benchmarks.faults", "torch": torch.__version__, "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": round(os.getloadavg()[0], 1),
-        "backend": "nccl" if on_gpus(ranks) else "gloo", "timeout": job.TIMEOUT, "ranks": ranks, "rows": rows,
+        "backend": "nccl" if torch.cuda.is_available() else "gloo", "gpus": torch.cuda.device_count(),
+        "timeout": job.TIMEOUT, "ranks": ranks, "rows": rows,
     }  # fmt: skip
     file.write_text(json.dumps(about, indent=1) + "\n")
 

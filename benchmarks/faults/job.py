@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ring_la.testing.processes import ON_ONE_GPU
+
 VICTIM = 1
 TIMEOUT = 6.0
 """Seconds that a ContextParallel of these jobs waits for a peer."""
@@ -100,10 +102,12 @@ def free_port() -> int:
 def _serve(rank: int, size: int, port: int, pipe: Any, moment: Callable[[Rank], Any]) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= size
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
         torch.cuda.set_device(device)
+        if gpus < size:
+            os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"rank {rank}")
 
     def ready() -> str:
         pipe.send("ready")
@@ -111,8 +115,8 @@ def _serve(rank: int, size: int, port: int, pipe: Any, moment: Callable[[Rank], 
 
     try:
         dist.init_process_group(
-            "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size,
-            timeout=timedelta(seconds=PATIENCE), device_id=device if cuda else None,
+            "nccl" if gpus else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size,
+            timeout=timedelta(seconds=PATIENCE), device_id=device if gpus else None,
         )  # fmt: skip
         moment(Rank(rank, size, device, ready))
         pipe.send(("nothing raised", "", time.monotonic()))

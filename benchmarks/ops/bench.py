@@ -161,6 +161,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes compiling at a time (default: cores, up to 16)",
     )
     parser.add_argument("--row", type=float, default=60, metavar="SECONDS", help="time for one side of a row")
+    parser.add_argument(
+        "--peer-limit", type=float, default=LIMIT, help=f"errors beyond which a peer is not timed (default {LIMIT})"
+    )
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="no row starts after this")
     parser.add_argument("--cold", default="", metavar="OPS", help="operators to start from empty caches first")
     parser.add_argument("--cold-limit", type=float, default=60, metavar="SECONDS", help="for ours, beside its peers")
@@ -225,7 +228,8 @@ def measured(args: argparse.Namespace, parts: list[Part], rivals: list[str], dev
             row |= {} if part.name == "operators" else {"part": part.name}
             for side in ("ring_la", *sides[name]):
                 worker = workers[_key(name, side, shape)]
-                row["sides"][side] = side_row(worker, ready[_key(name, side, shape)][shape], shape, args.row)
+                limit = LIMIT if side == "ring_la" else args.peer_limit
+                row["sides"][side] = side_row(worker, ready[_key(name, side, shape)][shape], shape, args.row, limit)
                 row["sides"][side] |= worker.began
             if "part" in row:
                 row["sides"] |= {peer: {"failed": why} for peer, why in absent[name].items()}
@@ -286,10 +290,10 @@ def prepare(
     return {key: worker for key, (worker, _) in found.items()}, {key: said for key, (_, said) in found.items()}
 
 
-def side_row(worker: Worker, ready: dict[str, Any], shape: str, seconds: float) -> dict[str, Any]:
+def side_row(worker: Worker, ready: dict[str, Any], shape: str, seconds: float, limit: float = LIMIT) -> dict[str, Any]:
     """Errors, then the times, of a side that is right."""
     errors = ready.get("errors", {"o": math.inf})
-    if not all(e < (SHARED if n in SHARED_INPUTS else LIMIT) for n, e in errors.items()):  # NaN is off, too
+    if not all(e < (max(SHARED, limit) if n in SHARED_INPUTS else limit) for n, e in errors.items()):  # NaN is off, too
         return ready
     return {"errors": ready["errors"]} | {k: v for k, v in worker.measure(shape, seconds).items() if k != "row"}
 

@@ -91,19 +91,20 @@ def _at_once(dy: Tensor, x: Tensor, weight: Tensor, ctx: Any) -> tuple[Tensor | 
 
 def _weight_at_once(dy: Tensor, x: Tensor, weight: Tensor, layout: ShardedLayout) -> Tensor:
     """This rank's part of ``Σ dyᵀ x``: blocks' products, added exactly as they are formed (`fixed.weight`)."""
-    from ..kernels.fixed.weight import FEW, block_sums, largest_norms  # needs Triton
+    from ..kernels.fixed.bounds import Bounds, bounds_of, largest_norms, norms_of_blocks, shares_of  # need Triton
+    from ..kernels.fixed.weight import FEW, block_sums
 
     batch, comm = x.shape[0], layout.cp.comm
-    places = places_of(layout, batch)
+    places, of = places_of(layout, batch), by_length(layout, batch)
     dy, x = dy.flatten(0, 1), x.flatten(0, 1)
-    norms, behind = largest_norms(dy, x, places)
-    if comm.size > 1:
-        norms = comm.all_reduce(norms, dist.ReduceOp.MAX).wait()
-    tensors = dy, x, by_length(layout, batch), norms, norms[behind:]
     if comm.size == 1:
-        return block_sums(*tensors, weight.dtype)
+        return block_sums(dy, x, of, bounds_of(dy, x, places), weight.dtype)
+    norms, behind = norms_of_blocks(dy, x, places)
+    largest = comm.all_reduce(largest_norms(norms), dist.ReduceOp.MAX).wait()
+    bounds = Bounds(largest, comm.all_reduce(shares_of(norms, largest)).wait(), behind)
     blocks = batch * (layout.seq_len // BLOCK + layout.num_documents)  # of all ranks, at most
-    whole = comm.all_reduce(block_sums(*tensors, torch.float32 if blocks <= FEW else torch.float64)).wait()
+    wide = torch.float32 if blocks <= FEW else torch.float64
+    whole = comm.all_reduce(block_sums(dy, x, of, bounds, wide)).wait()
     return part_of(whole.to(torch.float32), layout, weight)
 
 

@@ -25,12 +25,14 @@ HOST = 25e9
 PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
 gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
-LIBRARY = 2.7
-"""How much more of it Transformers' own operations move, in fp32 and unfused; from one profile of a mixture."""
+LIBRARY = 2.2
+"""How much more of it Transformers' own operations move, unfused but for RMS norms; from one profile of a mixture."""
+UPDATE = 0.5
+"""The rate at which the fused AdamW and clipping move their bytes beside a copy's; from the same profile."""
 
-ROUTED = 3.5
-"""Rows of a token's experts that exist at once in their backward pass, beside those that are kept: counted on CPUs
-(docs/notebook/2026-11-23-models-of-real-size.md)."""
+ROUTED = 1.25
+"""Rows of a token's experts that exist at once in their backward pass, beside those that are kept: the gradients of
+what the experts give and of what is between their products (docs/notebook/2026-11-23-models-of-real-size.md)."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def update(setting: Setting, gpus: int) -> float:
         return 0.0
     own = 4 if setting.parameters == "float32" else 2
     moved = 6 * own + 2 * (setting.state_bytes - 2 * own)
-    return moved * setting.work.parameters / gpus / setting.rates.copy
+    return moved * setting.work.parameters / gpus / (UPDATE * setting.rates.copy)
 
 
 def local(setting: Setting, block: BlockWork, tokens: float) -> float:
@@ -160,10 +162,7 @@ def local(setting: Setting, block: BlockWork, tokens: float) -> float:
         mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
         again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
     else:
-        seen = pairs(setting.length, block.window) / setting.length  # keys of a query, in the mean; two products
-        operations = 4 * tokens * seen * block.heads * block.K
-        rows = tokens if block.window < 0 else min(tokens, block.window + 1)
-        mixing, again = (rates.attention(operations, way, rows, block.K) for way in (backward, False))
+        mixing, again = (attended(setting, block, tokens, way) for way in (backward, False))
     if not backward:
         return products + AGAIN * moved + again
     seconds = products + PASSES * moved + mixing
@@ -173,6 +172,19 @@ def local(setting: Setting, block: BlockWork, tokens: float) -> float:
         seconds += shares / (block.layer_saved + block.mlp_saved) * (products / 3 + AGAIN * moved)
         seconds += layer * (0.0 if setting.keep_attention and not block.recurrence else again)
     return seconds
+
+
+def attended(setting: Setting, block: BlockWork, tokens: float, backward: bool) -> float:
+    """Seconds of one block's softmax attention; of chosen keys with the choice and, backward, the indexer's loss."""
+    rates = setting.rates
+    seen = pairs(setting.length, block.window) / setting.length  # keys of a query, in the mean
+    if not block.chosen:
+        operations = 4 * tokens * seen * block.heads * block.K  # two products
+        rows = tokens if block.window < 0 else min(tokens, block.window + 1)
+        return rates.attention(operations, backward, rows, block.K)
+    width, read = block.kv / 2, tokens * pairs(setting.length, block.chosen - 1) / setting.length
+    seconds = rates.chosen(read, width, block.heads, backward) + rates.index(tokens * seen, *block.indexed)
+    return seconds + (rates.index_loss(read, width, block.indexed[1]) if backward else 0.0)
 
 
 def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sharded",
         action="store_true",
-        help="each rank reads and has a part of the weights (Transformers' safetensors), and all ranks decode",
+        help="each rank has a part of the weights, and all ranks decode; of Transformers' safetensors it reads no more",
     )
     parser.add_argument("--tokenizer", help='"bytes", a tokenizer.json or a folder (default: the model\'s)')
     parser.add_argument(

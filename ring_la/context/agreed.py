@@ -33,6 +33,7 @@ class AgreedLayout(OfThisProcess, Layout):
         kind: LayoutKind = "zigzag",
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int | None = None,
+        window: int | None = None,
     ) -> None:
         self.cp = cp
         self.bindings = 0
@@ -45,7 +46,7 @@ class AgreedLayout(OfThisProcess, Layout):
             if cp.deterministic and isinstance(multiple_of, int) and multiple_of % CANONICAL_CHUNK:
                 expected = f"a multiple of {CANONICAL_CHUNK} with deterministic=True"
                 raise ArgumentError("multiple_of", expected, multiple_of)
-            super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of, cp.deterministic)
+            super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of, cp.deterministic, window)
         except ArgumentError as e:
             error = e
         if cp.validate != "never":

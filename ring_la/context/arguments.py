@@ -67,6 +67,7 @@ def describe(layout: Layout) -> str:
     cu = layout.cu_seqlens
     shown = str(list(cu)) if len(cu) <= 9 else f"{len(cu) - 1} documents, hash {hash(cu):x}"
     text = f"seq_len={layout.seq_len}, kind={layout.kind}, cu_seqlens={shown}, multiple_of={layout.multiple_of}"
+    text += "" if layout.window is None else f", window={layout.window}"
     counts = getattr(layout, "counts", None)
     return text if counts is None else f"{text}, counts={list(counts)}"
 

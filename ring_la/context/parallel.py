@@ -51,20 +51,22 @@ class ContextParallel(ContextRanks):
         kind: LayoutKind = "zigzag",
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int | None = None,
+        window: int | None = None,
     ) -> ShardedLayout:
         """The split of a sequence of `seq_len` tokens over this group; collective unless validate="never".
 
         Args:
             seq_len: tokens of the whole sequence; any number ≥ 1.
-            kind: "contiguous", "zigzag" or "striped".
+            kind: "contiguous", "zigzag", "balanced" or "striped".
             cu_seqlens: offsets ``[N+1]`` of packed documents in the whole sequence, on any device.
             multiple_of: segment borders fall on multiples of this; None: 64 if deterministic, where multiples count
                 from each document's start and documents' ends are borders, too, else 1.
+            window: earlier keys that attention's queries see, for "balanced"; None: all of their document.
 
         Raises:
             ArgumentError: a bad argument. DisagreementError: the ranks ask for different layouts.
         """
-        return ShardedLayout(self, seq_len, kind, cu_seqlens, multiple_of)
+        return ShardedLayout(self, seq_len, kind, cu_seqlens, multiple_of, window)
 
     def grid(self, shape: Sequence[int], counts: Sequence[int] | None = None) -> GridLayout:
         """The split of a grid of tokens, an image ``(rows, columns)`` or a video ``(frames, rows, columns)``, by whole

@@ -88,6 +88,7 @@ class ContextRanks(OfThisProcess, ABC):
         kind: LayoutKind = "zigzag",
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int | None = None,
+        window: int | None = None,
     ) -> Any:
         """`ContextParallel.layout`: layouts stand above this class."""
 

@@ -79,6 +79,19 @@ def check_index(q: Tensor, k: Tensor, w: Tensor, longer: bool = False) -> None:
         raise ArgumentError("w", f"[B, T, Hi] = [{B}, {T}, {heads}]", list(w.shape))
 
 
+def check_choice(q: Tensor, k: Tensor, w: Tensor, backend: object, fp8: object, longer: bool) -> None:
+    """Refuse what the lightning indexer's choice does not take."""
+    check_index(q, k, w, longer)
+    if backend not in (None, "torch", "triton"):
+        raise ArgumentError("backend", "None, torch or triton", repr(backend))
+    if not isinstance(fp8, bool):
+        raise ArgumentError("fp8", "True or False", repr(fp8))
+    if backend == "triton" and not (triton_installed() and q.dtype != torch.float64):
+        raise UnsupportedError("backend", "Triton, and numbers of at most 32 bits", repr(backend), "'torch' does it")
+    if fp8 and q.dtype == torch.float64:
+        raise UnsupportedError("fp8", "numbers of at most 32 bits", q.dtype, "Leave it out")
+
+
 def check_loss(
     q: Tensor,
     k: Tensor,
@@ -103,8 +116,14 @@ def check_loss(
     check_scale(scale)
     if backend not in (None, "torch", "triton"):
         raise ArgumentError("backend", "None, torch or triton", repr(backend))
-    half = all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, attention_q))
-    sizes = max(q.shape[2], attention_q.shape[2]) <= 64 and q.shape[3] <= 128 and K <= 576
-    if backend == "triton" and not (triton_installed() and half and sizes and attention_k.shape[2] == 1):
+    if backend == "triton" and not loss_in_one_kernel(q, attention_q, attention_k):
         what = "Triton, 16-bit numbers, at most 64 heads, channels up to 128 and 576, and one head of attention_k"
         raise UnsupportedError("backend", what, repr(backend), "'torch' does it")
+
+
+def loss_in_one_kernel(q: Tensor, attention_q: Tensor, attention_k: Tensor) -> bool:
+    """Whether the indexer's loss has a kernel for such tensors."""
+    half = all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, attention_q))
+    heads = max(q.shape[2], attention_q.shape[2])
+    sizes = heads <= 64 and q.shape[3] <= 128 and attention_q.shape[3] <= 576
+    return triton_installed() and half and sizes and attention_k.shape[2] == 1

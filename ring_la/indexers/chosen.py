@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -69,6 +70,10 @@ class Rows:
 
         return layout.kept(cls, make) if isinstance(layout, ShardedLayout) else make()
 
+    def first_of(self, some: slice) -> int:
+        """The place of the first key that any of some tokens may choose."""
+        return self.cu_seqlens[bisect.bisect_right(self.cu_seqlens, int(self.last[some].min())) - 1]
+
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """All ranks' rows in order; gradients are summed."""
         return x if self.layout is None else self.layout.gather(x, dim)
@@ -120,7 +125,7 @@ def _best_of(s: Tensor, topk: int) -> _Best:
         from . import best_kernel
 
         if topk <= best_kernel.MOST:
-            return best_kernel.BestLists(s, topk)
+            return best_kernel.BestLists(s.shape[:3], topk, s.device)
     return _Sorted(topk)
 
 

@@ -21,12 +21,13 @@ from torch import Tensor
 from ..autograd import first_derivative_only
 from ..context import ShardedLayout
 from ..context.handle import layout_of, number_of
-from ..errors import ArgumentError, SecondDerivativeError
+from ..errors import SecondDerivativeError
 from ..kernels.choice import triton_installed
 from ..schemas import declared
 from ..softmax.products import product
-from .arguments import Given, check_index, check_loss, checked
+from .arguments import Given, check_choice, check_loss, checked, loss_in_one_kernel
 from .chosen import Chosen, Rows, best, empty_choice
+from .eight_bits import eight_bits
 
 NUMBERS = 1 << 24
 """Numbers of chosen keys that exist at once in the loss, on a CPU."""
@@ -46,6 +47,7 @@ def lightning_index(
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    fp8: bool = False,
 ) -> Chosen:
     """The `topk` tokens each query reads.
 
@@ -56,6 +58,8 @@ def lightning_index(
         cu_seqlens: documents on one device.
         backend: what forms scores: "triton", one kernel on CUDA, or "torch". None: "triton" on GPUs where it is
             installed, but for fp64 and more than 128 channels.
+        fp8: scores of products of 8 bits, as DeepSeek's: q and k rotated by a Hadamard matrix and rounded, a factor
+            for each row (`eight_bits`). Some of the tokens chosen are then others.
 
     Returns:
         Chosen(places int32 ``[B, T, 1, topk]``, scores ``[B, T, 1, topk]``), as `sparse_attention` and `mla` take them.
@@ -64,39 +68,45 @@ def lightning_index(
         ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
     if torch.compiler.is_compiling():
-        return Chosen(*_index(q, k, w, cu_seqlens, number_of(layout), topk, backend))
-
-    def check() -> None:
-        check_index(q, k, w, longer=layout is None and cu_seqlens is None)
-        if backend not in (None, "torch", "triton"):
-            raise ArgumentError("backend", "None, torch or triton", repr(backend))
-
+        return Chosen(*_index(q, k, w, cu_seqlens, number_of(layout), topk, backend, fp8))
     given: Given = dict(q=(q, 4), k=(k, 3), w=(w, 3))
+    longer = layout is None and cu_seqlens is None
+    check = functools.partial(check_choice, q, k, w, backend, fp8, longer)
     checked("lightning_index", given, (layout, cu_seqlens), check, topk=topk)
-    rows, form, formed = Rows.of(q, layout, cu_seqlens, k if layout is None else None), index_scores, q.shape[2]
-    narrow = q.dtype != torch.float64 and q.shape[3] <= WIDEST
+    rows, sizes = Rows.of(q, layout, cu_seqlens, k if layout is None else None), None
+    keys, narrow = rows.gather(k), q.dtype != torch.float64 and q.shape[3] <= WIDEST
+    if fp8:
+        q, keys, w, sizes = eight_bits(q, keys, w)
     if backend == "triton" or (backend is None and q.is_cuda and triton_installed() and narrow):
-        from .scores_kernel import scores as form  # needs Triton
+        from .index_kernel import choose  # needs Triton
 
-        formed = 1  # heads are summed where they are formed
-    keys = rows.gather(k)
+        return choose(q, keys, w, rows, topk, sizes)
+    if sizes is not None:
+        q, keys = q.float(), keys.float() * sizes[..., None]
 
     def score(strip: slice, some: slice) -> Tensor:
         where = rows.tokens[strip], rows.starts[strip], some.start
-        return form(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
+        return index_scores(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
 
-    return best(score, rows.total, rows.last + 1, (q.shape[0], formed), topk)
+    return best(score, rows.total, rows.last + 1, (q.shape[0], q.shape[2]), topk)
 
 
 @torch.library.custom_op("ring_la::lightning_index", mutates_args=())
 def _index(
-    q: Tensor, k: Tensor, w: Tensor, cu_seqlens: Tensor | None, layout: int, topk: int, backend: str | None
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    cu_seqlens: Tensor | None,
+    layout: int,
+    topk: int,
+    backend: str | None,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A call within a compiled graph: places and scores."""
-    return lightning_index(q, k, w, topk, layout=layout_of(layout), cu_seqlens=cu_seqlens, backend=backend)
+    return lightning_index(q, k, w, topk, layout=layout_of(layout), cu_seqlens=cu_seqlens, backend=backend, fp8=fp8)
 
 
-_index.register_fake(lambda q, k, w, cu, layout, topk, backend: empty_choice(q, q, 1, topk))
+_index.register_fake(lambda q, k, w, cu, layout, topk, backend, fp8=False: empty_choice(q, q, 1, topk))
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
@@ -129,8 +139,9 @@ def lightning_loss(
         attention_q: ``[B, T, H, K]``. attention_k: ``[B, T, Hk, K]``; of latents ``[B, T, 1, L + R]`` and queries taken
             to them. scale: of attention; None: K**-0.5.
         layout, cu_seqlens: as `lightning_index`.
-        backend: None or "torch", or "triton", one kernel on CUDA for 16-bit numbers and one head of attention's keys,
-            of which nothing gathered is written down; gradients of k are summed in an order that varies.
+        backend: "torch", or "triton", one kernel on CUDA for 16-bit numbers and one head of attention's keys,
+            of which nothing gathered is written down; gradients of k are summed in an order that varies. None:
+            "triton" on GPUs where it can.
 
     Returns:
         A scalar, fp32 (fp64 for fp64). Over the group its sum is that of one process; gradients of k are whole on the
@@ -159,7 +170,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows, backend: str | None):
-        loss, *found = _formed_by(backend)(q, k, w, chosen, attention_q, attention_k, scale, rows)
+        loss, *found = _formed_by(backend, q, attention_q, attention_k)(
+            q, k, w, chosen, attention_q, attention_k, scale, rows
+        )
         ctx.save_for_backward(*found)
         return loss
 
@@ -185,9 +198,11 @@ class LossArguments(NamedTuple):
     backend: str | None
 
 
-def _formed_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _formed_by(
+    backend: str | None, q: Tensor, attention_q: Tensor, attention_k: Tensor
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """What forms the loss and its gradients."""
-    if backend == "triton":
+    if backend == "triton" or (backend is None and q.is_cuda and loss_in_one_kernel(q, attention_q, attention_k)):
         from .loss_kernel import with_gradients  # needs Triton
 
         return with_gradients
@@ -196,7 +211,9 @@ def _formed_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor, Tenso
 
 def _formed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = LossArguments(*arguments)
-    return _formed_by(x.backend)(*x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens))
+    return _formed_by(x.backend, x.q, x.attention_q, x.attention_k)(
+        *x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens)
+    )
 
 
 _loss = torch.library.custom_op(

@@ -13,7 +13,8 @@ every rank. Outside a call a sharded parameter is a DTensor, so who multiplies b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,6 +132,16 @@ class ShardedWeights:
             beside = Group(ranks, self._timeout, "torch")
         self._gathering = Gathering(model, self._parts, beside, self._cut)
 
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around calls of the model's parts, one after the other, as if they were one call of it."""
+        assert self._gathering is not None  # it is settled
+        self._gathering.begin()
+        try:
+            yield
+        finally:
+            self._gathering.end()
+
     def part(self, module: nn.Module, name: str) -> WeightPart:
         """This rank's part of a parameter."""
         return self._parts[module, name]
@@ -186,16 +197,17 @@ class Gathering:
         self._last: Unit | None = None
         self._ahead: tuple[Unit, list[Pending]] | None = None
         self._sharded: dict[Unit, list[nn.Parameter | None]] = {}
-        model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end, always_call=True)
+        model.register_forward_pre_hook(self.begin)
+        model.register_forward_hook(self.end, always_call=True)
         for unit in units_of(model, parts):
             unit.module.register_forward_pre_hook(partial(self._enter, unit))
             unit.module.register_forward_hook(partial(self._leave, unit), always_call=True)
 
-    def _begin(self, *_: object) -> None:
+    def begin(self, *_: object) -> None:
+        """A call begins with its first unit."""
         self._last = None
 
-    def _end(self, *_: object) -> None:
+    def end(self, *_: object) -> None:
         """What was gathered for nobody, as a call failed or another way was taken, is gone."""
         ahead, self._ahead = self._ahead, None
         for pending in () if ahead is None else ahead[1]:
@@ -206,7 +218,7 @@ class Gathering:
         if self._cut():
             return
         if self._ahead is None or self._ahead[0] is not unit:
-            self._end()
+            self.end()
             self._ahead = unit, self._post(unit)
         posted, self._ahead = self._ahead[1], None
         whole = [pending.wait().flatten(0, 1)[: self._parts[name].rows] for name, pending in zip(unit.names, posted)]

@@ -1,8 +1,9 @@
 """Device code of the linear recurrences. Nothing here communicates."""
 
 from .choice import CanonicalChunks, check_choice, make_local
+from .known import KnownCall
 from .operators import ForwardOthers, InPlaceOthers, linear_recurrence, linear_recurrence_in_place, state_dtype
-from .protocol import Adjoint, Backward, Inputs, Local, OutputUse, SpanMaps, Summary
+from .protocol import Adjoint, Backward, Inputs, Local, Output, OutputUse, SpanMaps, Summary
 from .pytorch.chunks import Chunks
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "ForwardOthers",
     "InPlaceOthers",
     "Inputs",
+    "KnownCall",
     "Local",
     "SpanMaps",
     "Summary",
+    "Output",
     "OutputUse",
     "check_choice",
     "linear_recurrence",

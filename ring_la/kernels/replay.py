@@ -8,6 +8,7 @@ One that leaves the tree starts over with the recurrence of `families`, the code
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.families import Family, recurrence
+from ring_la.kernels.known import Tensors
 from ring_la.kernels.protocol import (
     PLAIN,
     Adjoint,
@@ -29,10 +31,12 @@ from ring_la.kernels.protocol import (
 )
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.recorder import Recorder
-from ring_la.kernels.runtime.tape import Playback, StepRecord
+from ring_la.kernels.runtime.tape import Playback, StepRecord, Tape
 from ring_la.kernels.runtime.triton_version import ALIGNMENT
 from ring_la.kernels.spans.plan import once, query_dtype
 from ring_la.kernels.wy import one_launch
+
+VALUES = Inputs._fields.index("v")
 
 
 class Node(StepRecord):
@@ -87,6 +91,34 @@ class Step(NamedTuple):
     border: Border | None = None
 
 
+class PlayedOutput:
+    """Forward passes that one tape plays (see `known.Shortcut`): of the step `node`, on tensors that are each another
+    one and lie as the kernels take them."""
+
+    __slots__ = ("_border", "_knobs", "_node")
+
+    def __init__(self, node: Node, border: Border | None) -> None:
+        self._node, self._border, self._knobs = weakref.ref(node), border, one_launch.knobs()
+
+    def ready(self, tensors: Tensors, border: Border | None) -> Callable[[], Output] | None:
+        node = self._node()  # what tapes are kept of may have been cleared
+        if node is None or node.tape is None or border is not self._border or self._knobs != one_launch.knobs():
+            return None
+        playing = Playback(tensors[VALUES])  # type: ignore[arg-type]
+        for x in tensors:
+            if x is not None:
+                address = x.data_ptr()
+                if address % ALIGNMENT or not x.is_contiguous():
+                    return None
+                playing.bring(x, address)
+        return functools.partial(_played_output, node.tape, playing)
+
+
+def _played_output(tape: Tape, playing: Playback) -> Output:
+    o, leaving, *saved = tape.play(playing)
+    return Output(o, leaving, tuple(saved))  # type: ignore[arg-type]
+
+
 class Replay:
     """The recurrence of `families`, its steps replayed where they are known."""
 
@@ -130,6 +162,16 @@ class Replay:
     def output(self, S0: Tensor | None, summary: Summary[Result] | None = None, border: Border | None = None) -> Output:
         o, leaving, *saved = self._step(_output, ((S0, torch.float32),), (summary and summary.found,), border)  # type: ignore[arg-type]
         return Output(o, leaving, tuple(saved))
+
+    def shortcut(self, tensors: Tensors) -> PlayedOutput | None:
+        """How the output was made, if by the tape of one step, of tensors as they came."""
+        if self._real is not None or len(self._steps) != 1:
+            return None
+        (step,) = self._steps
+        as_given = [x for x in tensors if x is not None]
+        brought = [x.given for x in self._brought.values() if not x.copied]
+        plain = len(brought) == len(self._brought) == len(as_given) and all(x is y for x, y in zip(brought, as_given))
+        return PlayedOutput(step.node, step.border) if plain and step.call is _output else None
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Result]:
         (entering,) = self._step(_adjoint, self._tensors(backward, dS_end), (backward.gate,))

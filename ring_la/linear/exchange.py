@@ -51,12 +51,19 @@ class SplitCall:
     def kind(self) -> Transition:
         return self.rule.transition
 
+    @cached_property
+    def single(self) -> bool:
+        """Whether this rank's tokens are one piece, which may begin anywhere."""
+        return len(self.layout.pieces) <= 1 and (self.canonical is None or not self.layout.pieces)
+
+    def cu_pieces(self, inputs: Inputs) -> Tensor | None:
+        """Where this rank's pieces begin, and the last one ends; None: there is one."""
+        return None if self.single else self.layout.cu_pieces.to(inputs.q.device)
+
     def local(self, inputs: Inputs, mode: str) -> Local[Any, Any]:
         """What computes this rank's tokens."""
-        layout = self.layout
-        single = len(layout.pieces) <= 1 and (self.canonical is None or not layout.pieces)
-        cu = None if single else layout.cu_pieces.to(inputs.q.device)
-        canonical = None if single else self.canonical
+        layout, cu = self.layout, self.cu_pieces(inputs)
+        canonical = None if self.single else self.canonical
         if layout.cp.deterministic and mode == "auto":
             mode = "chunk"  # whatever this rank's length
         use = OutputUse(saved=self.saves)

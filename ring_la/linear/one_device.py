@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..autograd import first_derivative_only, full_precision, traced, wanting
-from ..kernels import Backward, ForwardOthers, Inputs, OutputUse, linear_recurrence, make_local
+from ..kernels import Backward, ForwardOthers, Inputs, KnownCall, Output, OutputUse, linear_recurrence, make_local
 
 
 class OneDeviceCall(NamedTuple):
@@ -20,6 +20,19 @@ class OneDeviceCall(NamedTuple):
     mode: str
     backend: str | None
     final: bool
+    known: KnownCall | None = None
+
+    def output(self, inputs: Inputs, S0: Tensor | None, cu: Tensor | None, use: OutputUse) -> Output:
+        """The forward pass, as one of its kind was done before if that is known."""
+        known, tensors = self.known, (*inputs, cu, S0)
+        again = None if known is None else known.ready(tensors)
+        if again is not None:
+            return again()
+        local = make_local(self.rule, inputs, cu, self.scale, self.mode, self.backend, use)
+        out = local.output(S0)
+        if known is not None:
+            known.learn(local, tensors)
+        return out
 
 
 def one_device(
@@ -27,13 +40,13 @@ def one_device(
 ) -> tuple[Tensor, Tensor | None]:
     """o and the states leaving the pieces, if `call.final`. What traces the call sees the registered operator; an eager
     one spares its dispatch, and its backward has what the forward made."""
-    rule, scale, mode, backend, final = call
     if traced(inputs.q) or inputs.q.shape[1] == 0:
+        rule, scale, mode, backend, *_ = call
         return linear_recurrence(*inputs, *ForwardOthers(S0, cu, str(rule), scale, mode, backend))
     with full_precision(inputs.q):
         if wanting(*inputs, S0):
             return OneDeviceRecurrence.apply(call, cu, S0, *inputs)
-        out = make_local(rule, inputs, cu, scale, mode, backend, OutputUse(final=final)).output(S0)
+        out = call.output(inputs, S0, cu, OutputUse(final=call.final))
         return out.o, out.leaving
 
 
@@ -42,18 +55,16 @@ class OneDeviceRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: OneDeviceCall, cu: Tensor | None, S0: Tensor | None, *tensors: Tensor | None):
-        rule, scale, mode, backend, final = call
-        use = OutputUse(saved=True, final=final, alone=True)
-        out = make_local(rule, Inputs(*tensors), cu, scale, mode, backend, use).output(S0)
+        out = call.output(Inputs(*tensors), S0, cu, OutputUse(saved=True, final=call.final, alone=True))
         ctx.call = call
         ctx.save_for_backward(cu, S0, *tensors, *out.saved)
         ctx.set_materialize_grads(False)
-        return out.o, out.leaving if final else None
+        return out.o, out.leaving if call.final else None
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, do: Tensor | None, dS_end: Tensor | None):
-        rule, scale, _, backend, _ = ctx.call
+        rule, scale, _, backend, *_ = ctx.call
         cu, S0, *rest = ctx.saved_tensors
         width = len(Inputs._fields)
         inputs, saved = Inputs(*rest[:width]), tuple(rest[width:])

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only
-from ..kernels import Backward, Inputs
+from ..kernels import Backward, Inputs, KnownCall
 from ..scan import MailboxBorder
 from .exchange import SplitCall, exchanged, exchanged_back
+from .seams import Crossing
 from .states import entering_states, final_states, initial_gradient, leaving_gradients, without_rows
 from .states_in_order import goes_in_order, gradients_in_order, outputs_in_order
 
@@ -39,19 +40,28 @@ class Finished(NamedTuple):
     border: MailboxBorder | None
 
 
-def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs) -> Finished:
+def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs, known: KnownCall | None = None) -> Finished:
     """The three moves on this rank's tokens, not recorded."""
     layout = call.layout
     if goes_in_order(call, inputs):
         o, leaving, saved = outputs_in_order(call, initial_state, inputs)
         last = _final(call, leaving, initial_state)
         return Finished(o, last, None, (), (), tuple(saved), None)
-    local = call.local(inputs, call.mode)
     S0 = entering_states(layout, inputs, initial_state)
-    _, size, border = call.crossing(inputs)
-    border = border if local.crosses else None
+    crossing: Crossing | None = None if known is None else known.crossing
+    crossing = call.crossing(inputs) if crossing is None else crossing
+    _, size, border = crossing
+    tensors = (*inputs, call.cu_pieces(inputs), S0)
+    again = None if known is None else known.ready(tensors, border)
     maps: Sequence[Tensor | None] = ()
     sent: Sequence[Tensor | None] = ()
+    if again is not None:
+        if border is not None:
+            border.begin(size, reverse=False)
+        out = again()
+        return Finished(out.o, _final(call, out.leaving, initial_state), S0, maps, sent, tuple(out.saved), border)
+    local = call.local(inputs, call.mode)
+    border = border if local.crosses else None
     if call.seams.alone:
         out = local.output(S0)
     elif border is not None:
@@ -60,6 +70,9 @@ def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs) -> Fi
     else:
         S0, summary, maps, sent = exchanged(call, local, S0, inputs)
         out = local.output(S0, summary)
+    if known is not None:
+        known.crossing = crossing
+        known.learn(local, tensors)
     final = _final(call, out.leaving, initial_state)
     return Finished(out.o, final, S0, maps, sent, tuple(out.saved), border)
 
@@ -74,8 +87,8 @@ class SplitRecurrence(torch.autograd.Function):
     """Forward and backward of a recurrence on this rank's tokens."""
 
     @staticmethod
-    def forward(ctx, call: SplitCall, initial_state: Tensor | None, *tensors: Tensor | None):
-        done = forward(call, initial_state, Inputs(*tensors))
+    def forward(ctx, call: SplitCall, known: KnownCall | None, initial_state: Tensor | None, *tensors: Tensor | None):
+        done = forward(call, initial_state, Inputs(*tensors), known)
         ctx.border, ctx.final_shape = done.border, None if done.final is None else done.final.shape
         ctx.way_back = call.layout.cp.comm.agreement.way_back()
         ctx.call, ctx.has_initial = call, initial_state is not None
@@ -95,7 +108,7 @@ class SplitRecurrence(torch.autograd.Function):
         transitions, inputs, sent, saved = _cut(rest, ctx.parts)
         inputs = Inputs(*inputs)
         do = torch.zeros_like(inputs.like_output(call.rule)) if do is None else do
-        backward = Backward(S0, do, saved, ctx.needs_input_grad[2 + Inputs._fields.index("g")])
+        backward = Backward(S0, do, saved, ctx.needs_input_grad[3 + Inputs._fields.index("g")])
         dS_end = None
         if call.output_final_state:  # on every rank, used or not: the sum is collective
             dS_end, dfinal = leaving_gradients(layout, inputs, dfinal, ctx.final_shape)
@@ -111,9 +124,9 @@ class SplitRecurrence(torch.autograd.Function):
             dS_end, adjoint = exchanged_back(call, local, backward, dS_end, transitions, sent)
             grads = local.gradients(backward, dS_end, adjoint)
         dinitial = None
-        if ctx.has_initial and ctx.needs_input_grad[1]:
+        if ctx.has_initial and ctx.needs_input_grad[2]:
             dinitial = initial_gradient(layout, grads.entering, dfinal).to(ctx.initial_dtype)
-        return None, dinitial, *grads.like(inputs)
+        return None, None, dinitial, *grads.like(inputs)
 
 
 def _cut(tensors: list[Tensor | None], lengths: Sequence[int]) -> Iterator[tuple[Tensor | None, ...]]:

@@ -19,6 +19,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..autograd import outside_graphs
 from ..blockwise import by_block, fixed
 from ..checks import FLOATS, check_flag, check_split
 from ..choices import Mode, RecurrenceBackend
@@ -74,10 +75,20 @@ class LayerCall:
         """``fn(*x, *shared)``, which maps each token by itself; see `blockwise.by_block`."""
         return by_block(fn, *x, layout=self.layout, shared=shared)
 
+    def of_parameters(self, fn: Callable[..., Tensor], *x: Tensor) -> Tensor:
+        """``fn(*x)`` of parameters alone: under a deterministic layout outside of a compiler's graphs, whose functions
+        differ from PyTorch's in last bits."""
+        return _uncompiled(fn, *x) if fixed(self.layout) else fn(*x)
+
     @property
     def packed(self) -> bool:
         """Whether documents are packed into one batch row."""
         return self.cu_seqlens is not None if self.layout is None else self.layout.packed
+
+
+@outside_graphs
+def _uncompiled(fn: Callable[..., Tensor], *x: Tensor) -> Tensor:
+    return fn(*x)
 
 
 class Layer(nn.Module, ABC):

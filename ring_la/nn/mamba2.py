@@ -85,7 +85,7 @@ class Mamba2(Layer):
         y, S = mamba2(
             split_heads(u, self.num_heads),
             dt,
-            -self.A_log.exp(),
+            call.of_parameters(_rates, self.A_log),
             split_heads(B, self.groups),
             split_heads(C, self.groups),
             self.D,
@@ -102,6 +102,10 @@ class Mamba2(Layer):
         """The output, of heads y and the gate."""
         gated = call.rows(_gated, merge_heads(y), z)
         return call.rows(self.out_proj, call.rows(self.norm, gated))
+
+
+def _rates(A_log: Tensor) -> Tensor:
+    return -A_log.exp()
 
 
 @by_element

@@ -68,7 +68,7 @@ def mesa_net(
     Args:
         q, k: ``[B, T, Hk, K]``, unit length (use_qk_l2norm) keeps the system well posed. v: ``[B, T, H, V]`` with H a
             multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``, ≥ 0. lam: λ ``[H, K]``, > 0.
-        steps: of conjugate gradients.
+        steps: of conjugate gradients, at most (the kernel ends when no more would show in k's dtype).
 
     States are ``(G [N,H,K,K], S [N,H,K,V])``. On one CUDA device all steps are one kernel (K up to 128); elsewhere each
     is a call of linear attention, and on a split sequence an exchange.

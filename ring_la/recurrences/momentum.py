@@ -33,8 +33,6 @@ from .erase import keys_of
 from .recurrence import recurrence
 
 CHUNK = 64
-ON_RANKS = False
-"""Whether split calls go by the kernels, too: ranks have not run them in bf16 on GPUs yet."""
 
 
 def token(
@@ -73,12 +71,12 @@ def momentum_delta_rule(
         v: ``[B, T, H, V]`` with H a multiple of Hk. p: what is asked of S before a step ``[B, T, H, K]`` (or Hk heads).
         g, mu: log-decays of S and of M ``[B, T, H]``, ≤ 0. beta, eta: rates of S and of M ``[B, T, H]``.
 
-    States are ``(S, M)``. On one CUDA device q, k, v and p in bf16 or fp16, K and V from 33 to 128, go by kernels; the
+    States are ``(S, M)``. On CUDA devices q, k, v and p in bf16 or fp16, K and V from 33 to 128, go by kernels; the
     rest by PyTorch's operations, in fp32 or wider. A rank waits for the one before it, a group of heads at a time.
     """
     scale, H = float(options.scale), v.shape[2]  # type: ignore[arg-type]
     kernels = _by_kernels([q, k, v, p, g, mu, beta, eta], options)
-    if kernels and options.layout is None:
+    if kernels and options.layout is None and v.shape[1]:
         given, states = [*(keys_of(H, t) for t in (q, k)), v, p, g, mu, beta, eta], options.initial_state
         cu = [0, v.shape[1]] if options.cu_seqlens is None else options.cu_seqlens.tolist()
         o, S, M = chunks(given, states, cu, scale)  # type: ignore[arg-type]
@@ -100,8 +98,8 @@ def _by_kernels(given: Sequence[Tensor], options: CommonOptions) -> bool:
     if options.backend == "torch":
         return False
     why = unsupported(given)
-    if options.layout is not None and (fixed(options.layout) or not ON_RANKS):
-        why = "a split sequence, whose runs go by PyTorch's operations"
+    if fixed(options.layout):
+        why = "a deterministic layout, whose runs go by PyTorch's operations"
     if why and options.backend == "triton":
         raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     return not why

@@ -66,8 +66,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     def described() -> Recurrence:
         return Recurrence(Rule.parse(call.rule), inputs, call.causal, names=named, normalizer=own)
 
-    r, decays = agreed(call.name, described, options, (("flags", call.flags),))
-    out = compute(r, call.scale, options, decays)
+    out = compute(agreed(call.name, described, options, (("flags", call.flags),)), call.scale, options)
     return out.o, inputs.q.new_empty(0, dtype=state_dtype(*inputs)) if out.final_state is None else out.final_state
 
 

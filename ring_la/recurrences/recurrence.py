@@ -166,13 +166,14 @@ def _run(
             check_arguments(definition.arguments, {n: x for n, x in given.items() if n in definition.arguments})
             raise
 
-    r, decays = agreed(definition.name, described, options, flags)
+    found = agreed(definition.name, described, options, flags)
+    r = found.r
     if options.backend == "reference":
         return _by_reference(definition, call, r, options)
     scale = definition.scale(options, r.inputs.q.shape[-1])
     if fixed(options.layout):
         return _by_block(definition, call, r, options, scale)
-    out = compute(r, scale, options, decays)
+    out = compute(found, scale, options)
     return LinearAttentionOutput(r.read(out.o), out.final_state)
 
 

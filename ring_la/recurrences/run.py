@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..blockwise import repeated
 from ..comm import Entry
 from ..context import ShardedLayout
 from ..errors import RingLAError
-from ..kernels import Inputs
+from ..kernels import Inputs, KnownCall
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
 from .agreement import Flags, agree, known
@@ -21,11 +22,17 @@ from .checks import check
 from .definition import CommonOptions, Recurrence
 
 
-def agreed(
-    name: str, describe: Callable[[], Recurrence], options: CommonOptions, flags: Flags
-) -> tuple[Recurrence, tuple[float, ...] | None]:
-    """What `describe` gives, checked, and its decays where the host knows them; an error of one rank is raised on
-    all."""
+class AgreedCall(NamedTuple):
+    """A call that was checked: what its description gives, its decays where the host knows them, and what is known of
+    such calls, if that is kept."""
+
+    r: Recurrence
+    decays: tuple[float, ...] | None = None
+    known: KnownCall | None = None
+
+
+def agreed(name: str, describe: Callable[[], Recurrence], options: CommonOptions, flags: Flags) -> AgreedCall:
+    """What `describe` gives, checked; an error of one rank is raised on all."""
     layout = options.layout
     if isinstance(layout, ShardedLayout):
         return _compared(name, describe, options, flags, layout)
@@ -33,28 +40,29 @@ def agreed(
     known = layout is None and options.cu_seqlens is None and r.normalizer is None
     if not known or torch.compiler.is_compiling():  # a graph is for all lengths
         check(r, options)
-        return r, None
+        return AgreedCall(r)
     try:
         kind = (name, *_shapes(r, options))
-        if kind in _checked:
-            return r, None
+        found = _checked.get(kind)
+        if found is not None:
+            return AgreedCall(r, None, found)
     except (AttributeError, TypeError):  # what is no tensor, or cannot be a key
         kind = None
     check(r, options)
-    if kind is not None:
-        if len(_checked) >= MOST_CHECKED:
-            _checked.clear()
-        _checked.add(kind)
-    return r, None
+    if kind is None:
+        return AgreedCall(r)
+    if len(_checked) >= MOST_CHECKED:
+        _checked.clear()
+    return AgreedCall(r, None, _checked.setdefault(kind, KnownCall()))
 
 
-class SeenCalls(dict[Hashable, Entry | None]):
-    """What `layout.again` takes, by the kind of call that ranks have compared."""
+class SeenCalls(dict[Hashable, tuple[Entry | None, KnownCall]]):
+    """What `layout.again` takes, by the kind of call that ranks have compared, and what else is known of such calls."""
 
 
 def _compared(
     name: str, describe: Callable[[], Recurrence], options: CommonOptions, flags: Flags, layout: ShardedLayout
-) -> tuple[Recurrence, tuple[float, ...] | None]:
+) -> AgreedCall:
     """`agreed` on a split sequence. A call like one before is neither checked nor waited for."""
     seen = layout.kept(SeenCalls, SeenCalls, name)
     try:
@@ -67,16 +75,18 @@ def _compared(
         layout.agree(name, None, error)  # raises, on every rank
         raise
     if again:
-        layout.again(seen[kind])
-        return r, known(r.decays, layout)
+        entry, before = seen[kind]
+        layout.again(entry)
+        return AgreedCall(r, known(r.decays, layout), before)
     decays, entry = agree(name, r, options, flags)
-    if kind is not None:
-        seen[kind] = entry
-    return r, decays
+    if kind is None:
+        return AgreedCall(r, decays)
+    seen[kind] = entry, KnownCall()
+    return AgreedCall(r, decays, seen[kind][1])
 
 
 MOST_CHECKED = 1024
-_checked: set[tuple[str, tuple]] = set()
+_checked: dict[tuple, KnownCall] = {}
 """Kinds of calls on one device that were checked before: shapes, dtypes and flags, no tensors."""
 
 
@@ -105,13 +115,12 @@ def _shapes(r: Recurrence, options: CommonOptions) -> list:
     return found
 
 
-def compute(
-    r: Recurrence, scale: float, options: CommonOptions, decays: tuple[float, ...] | None
-) -> LinearAttentionOutput:
+def compute(call: AgreedCall, scale: float, options: CommonOptions) -> LinearAttentionOutput:
     """``scale · Sᵀ q`` and the final states."""
+    r, decays, known = call
     inputs = ready(r.inputs, options.use_qk_l2norm)
     if r.causal:
-        return linear.run(r.rule, inputs, scale, options, decays)
+        return linear.run(r.rule, inputs, scale, options, decays, known)
     return bidirectional(inputs, scale, options, unit(r.normalizer, options.use_qk_l2norm))
 
 

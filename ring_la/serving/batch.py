@@ -47,6 +47,7 @@ class Batch:
         self.rows: list[Row] = []
         self._after: Prefilled | None = None
         self._own = False  # whether the states are this batch's to be overwritten
+        self._picked: tuple[torch.Tensor, dict[int, Exception]] | None = None  # what `choose` has chosen, on rank 0
 
     @property
     def logits(self) -> torch.Tensor:
@@ -103,9 +104,24 @@ class Batch:
                 states.append(type(layer[0])(*(_joined(field) for field in fields)))
         return Prefilled(logits, states)
 
-    def sample(self) -> list[int | Exception | None]:
-        """The next token of each row; None where the logits are not finite, which no sampling survives, and an error
-        where they could not be sampled, which is that row's alone."""
+    def choose(self) -> bool:
+        """Choose the next token of each row, which `told` says; whether `go_ahead` may come before that."""
+        tokens, errors = self._next_tokens()
+        self._picked = tokens, errors
+        return False
+
+    def told(self) -> list[int | Exception | None]:
+        """The token that was chosen of each row; None where the logits are not finite, which no sampling survives, and
+        an error where they could not be sampled, which is that row's alone."""
+        tokens, errors = self._picked
+        return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens.tolist())]
+
+    def go_ahead(self) -> None:
+        """Take the step of the tokens that are chosen, before the host knows them; `step` says them behind it."""
+        raise NotImplementedError("of a batch that can")
+
+    def _next_tokens(self) -> tuple[torch.Tensor, dict[int, Exception]]:
+        """The next token of each row ``[N]``, on the device, −1 where the logits are not finite; errors of rows."""
         logits = self.logits
         finite = logits.isfinite().all(-1, keepdim=True)
         logits = torch.where(finite, logits, 0)
@@ -117,8 +133,7 @@ class Batch:
             errors = {i: token for i, token in enumerate(chosen) if isinstance(token, Exception)}
             nothing = finite.new_zeros(1, dtype=torch.int64)
             tokens = torch.cat([nothing if isinstance(token, Exception) else token for token in chosen])
-        told = enumerate(torch.where(finite[:, 0], tokens, -1).tolist())
-        return [errors.get(i, token if token >= 0 else None) for i, token in told]
+        return torch.where(finite[:, 0], tokens, -1), errors
 
     def step(self, tokens: Sequence[int]) -> None:
         """Read the token that came of each row."""

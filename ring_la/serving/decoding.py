@@ -66,7 +66,9 @@ class Decoding:
         fails all, as what is left of their states is not known."""
         jobs = self.jobs
         try:
-            tokens = self._batch.sample()
+            if self._batch.choose() and (failed := self._say(Word(What.AHEAD), NOBODY)) is not None:
+                raise failed
+            tokens = self._batch.told()
         except FATAL:
             raise
         except Exception as error:

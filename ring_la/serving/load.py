@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..context import ContextParallel
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
+from ..inference.sharded_hybrid import HybridWeights
 from ..models import HybridLM
 from ..training import stored
 from .model import Hybrid, Served
@@ -46,7 +47,8 @@ def load(
         path: see the module's text. cp: the ranks it will read prompts on; None: this process, on the CPU.
         dtype: of the weights, a name out of `DTYPES`; "auto": as they are stored.
         tokenizer: "bytes", a tokenizer.json, or a folder Transformers' AutoTokenizer reads; None: the model's own.
-        sharded: of a model of Transformers each rank reads, and has, a part of the weights (safetensors); all decode.
+        sharded: each rank has a part of the weights, and all decode. Of a model of Transformers (safetensors) it reads
+            no more than that.
 
     Raises:
         ArgumentError: nothing that can be served is there. UnsupportedError: it cannot be sharded.
@@ -57,8 +59,6 @@ def load(
     about = stored.about(path)
     if "hybrid" not in about and ("model_type" in about or "architectures" in about):
         return _pretrained(path, cp, DTYPES[dtype], tokenizer, sharded)
-    if sharded:
-        raise UnsupportedError("sharded", "False for a HybridLM", True)
     config, weights = stored.hybrid(path)
     if "hybrid" in about and not (path / "checkpoint.pt").is_file():
         tokenizer = tokenizer or about["data"]["tokenizer"]
@@ -68,9 +68,30 @@ def load(
         model.load_state_dict(weights, assign=True)
     except RuntimeError as e:
         raise ArgumentError("model", "weights that fit the configuration beside them", f"{path} ({e})") from None
-    model.to(device="cpu" if cp is None else cp.device, dtype=DTYPES[dtype])
-    served: Any = Hybrid(_unmapped(model))
+    model.to(dtype=DTYPES[dtype])
+    served: Any = sharded_hybrid(model, cp) if sharded and cp is not None and cp.size > 1 else _whole(model, cp)
     return served, vocabulary(tokenizer, config.vocab_size)
+
+
+def _whole(model: HybridLM, cp: ContextParallel | None) -> Hybrid:
+    return Hybrid(_unmapped(model.to("cpu" if cp is None else cp.device)))
+
+
+def sharded_hybrid(model: HybridLM, cp: ContextParallel) -> Hybrid:
+    """A model in memory, served by ranks of which each keeps a part of the large weights. Collective.
+
+    Raises:
+        UnsupportedError: ranks that are deterministic.
+    """
+    weights = HybridWeights(model, cp)
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, x in own.items():
+                if x is not None and not isinstance(x, DTensor):
+                    moved = x.data.to(cp.device)
+                    own[name] = nn.Parameter(moved, requires_grad=False) if isinstance(x, nn.Parameter) else moved
+    weights.settle()
+    return Hybrid(_unmapped(model), weights)
 
 
 def vocabulary(tokenizer: str | None, vocab_size: int, end: frozenset[int] = frozenset()) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from ..choices import LayoutKind
 from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import KeyStore, Prefilled, key_store, prefill, step
+from ..inference.sharded_hybrid import HybridWeights
 from ..models import HybridLM
 from ..nn import KVCache, Layer
 from ..nn.decoding import KeyedLayer
@@ -68,14 +70,18 @@ def keys_stay(shares_keys: bool, cp: ContextParallel | None) -> bool:
 
 
 class Hybrid:
-    """A `HybridLM`, whose states are tensors with one row a sequence; under several ranks keys are in a `KeyStore`."""
+    """A `HybridLM`, whose states are tensors with one row a sequence; under several ranks keys are in a `KeyStore`.
+
+    Args:
+        weights: of which each rank has a part; None: it has all.
+    """
 
     flexible = resumes = goes_on = True
     max_tokens = None
-    shares_weights = False
 
-    def __init__(self, model: HybridLM) -> None:
+    def __init__(self, model: HybridLM, weights: HybridWeights | None = None) -> None:
         self.model = model.eval()
+        self._weights, self.shares_weights = weights, weights is not None
         self.vocab_size = model.config.vocab_size
         self.device = model.embedding.weight.device
         attention = any(isinstance(layer, Layer) and layer.state_type is KVCache for layer in model.modules())
@@ -87,7 +93,8 @@ class Hybrid:
         if cp is None:
             return prefill(self.model, ids, states=states)
         layout, keys = cp.layout(ids.shape[1], self.kind), self._store(cp) if states is None else None
-        return prefill(self.model, layout.shard(ids), states=states, layout=layout, keys=keys)
+        with self._call(cut=False):
+            return prefill(self.model, layout.shard(ids), states=states, layout=layout, keys=keys)
 
     def home(self, cp: ContextParallel | None) -> Home:
         keys = self._store(cp)
@@ -105,7 +112,11 @@ class Hybrid:
         return False
 
     def step(self, tokens: Tensor, states: list[Any], in_place: bool) -> Prefilled:
-        return step(self.model, tokens, states, in_place=in_place)
+        with self._call(cut=True):
+            return step(self.model, tokens, states, in_place=in_place)
+
+    def _call(self, cut: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._weights is None else self._weights.call(cut)
 
 
 REHEARSED = 4

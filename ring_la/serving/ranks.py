@@ -49,11 +49,13 @@ class What(IntEnum):
     MOVE = 10
     """What is kept as `key` goes to tier `start`: 0 the device, 1 host memory, 2 disk; `ids`: its name there as four
     numbers, and the key of what it was kept after."""
+    AHEAD = 11
+    """Take the batch's next step, with tokens that rank 0 has chosen and nobody knows yet; `STEP` says them."""
 
 
 TOKENS = (What.READ, What.STEP, What.STAY, What.MOVE)
 """Words with `ids`."""
-DECODING = (What.JOIN, What.STEP, What.STAY, What.CLEAR)
+DECODING = (What.JOIN, What.AHEAD, What.STEP, What.STAY, What.CLEAR)
 """Words about the batch, which others than rank 0 have only where all ranks decode."""
 
 

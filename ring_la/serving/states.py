@@ -70,7 +70,7 @@ class States:
                 raise
             except Exception as e:  # of whatever kind: it is a request's, if all have it
                 error = e
-                if word.what in (What.STEP, What.STAY):  # what is left of their states is not known
+                if word.what in (What.AHEAD, What.STEP, What.STAY):  # what is left of their states is not known
                     self.batch.clear()
             if word.what in (What.KEEP, What.MOVE):
                 return self._ranks.any_error(error)
@@ -91,6 +91,8 @@ class States:
             self.batch.add(row.number, self.before(word.start), row.sampler)
         elif word.what == What.STAY:
             self.batch.keep(word.ids.tolist())
+        elif word.what == What.AHEAD:
+            self.batch.go_ahead()
         else:
             tokens = word.ids.tolist()
             self.batch.keep([i for i, token in enumerate(tokens) if token >= 0])

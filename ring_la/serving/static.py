@@ -8,6 +8,10 @@ buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in pow
 `FINE` on in quarters of them, as all of a bucket's columns are read. For each pair of buckets there is a graph
 (`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or longer sequences take new memory,
 and new graphs.
+
+On GPUs a step is launched before the host knows its tokens (`go_ahead`): it reads them on the device, and the host's
+work on them goes on beside it. A sequence that ends with such a token has been stepped once more than it needs, which
+nobody reads.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from ..inference import KeySize, LayerKeys, Prefilled, Sampler
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
 from ..nn import Attention, KVCache, LayerState
+from .ahead import OnTheWay, goes_ahead
 from .batch import Batch, Row
 from .model import Served
 from .sampling import Chooser
@@ -69,6 +74,7 @@ class StaticBatch(Batch):
         self._sizes: list[KeySize | None] = []
         self._states: list[Any] = []
         self._step: CapturedStep | None = None
+        self._goes_ahead, self._ahead = goes_ahead(model.device), False
 
     @property
     def logits(self) -> Tensor:
@@ -110,24 +116,55 @@ class StaticBatch(Batch):
 
     def clear(self) -> None:
         self.keep([])
+        self._ahead, self._picked = False, None
 
-    def sample(self) -> list[int | Exception | None]:
-        if not all(row.sampler.greedy for row in self.rows):
-            return super().sample()
-        return [token if token >= 0 else None for token in self._choice.tolist()]
+    def choose(self) -> bool:
+        super().choose()
+        self._known = OnTheWay(self._picked[0])
+        return self._goes_ahead and not self._picked[1] and self._longest() <= self._keys.capacity
+
+    def told(self) -> list[int | Exception | None]:
+        self._picked = self._known.there(self._step), self._picked[1]
+        return super().told()
+
+    def go_ahead(self) -> None:
+        tokens = self._choice if self._picked is None else self._picked[0]  # others than rank 0 choose nothing
+        if self._cp is not None:
+            tokens = self._cp.comm.all_gather(tokens).wait()[0]  # rank 0's
+        self._take(tokens.clamp(min=0))  # a row without a token leaves
+        self._ahead = True
+
+    def _next_tokens(self) -> tuple[Tensor, dict[int, Exception]]:
+        if all(row.sampler.greedy for row in self.rows):
+            return self._choice, {}
+        return super()._next_tokens()
 
     def step(self, tokens: Sequence[int]) -> None:
-        ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
-        longest = 1 + max(columns + -(-since // ranks) for columns, since in taken)  # ranks take new ones in turn
-        self._room(1, longest, ())
-        ids = torch.zeros(max(self._seats) + 1, dtype=torch.int64)
-        ids[self._seats] = torch.tensor(tokens)
-        columns = min(self._keys.capacity, columns_for(longest))
-        logits, choice = self._step(tokens=ids.to(self.model.device), columns=columns)
+        self._picked = None
+        if self._ahead:  # it is under way with these tokens
+            self._ahead = False
+            return
+        self._room(1, self._longest(), ())
+        self._take(torch.tensor(tokens))
         self._step.wait()  # a rank that died is named instead of waited for
+
+    def _longest(self) -> int:
+        """Columns that a further step needs."""
+        ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
+        return 1 + max(columns + -(-since // ranks) for columns, since in taken)  # ranks take new ones in turn
+
+    def _take(self, tokens: Tensor) -> None:
+        """Launch a step of these tokens of the rows ``[N]``."""
+        n, device = len(self._seats), self.model.device
+        in_order = self._seats == list(range(n))
+        ids = tokens.to(device)
+        if not in_order:
+            ids = tokens.new_zeros(max(self._seats) + 1)
+            ids[self._seats] = tokens
+            ids = ids.to(device)
+        logits, choice = self._step(tokens=ids, columns=min(self._keys.capacity, columns_for(self._longest())))
         self.graphs = max(self.graphs, self._step.graphs)
-        n = len(self._seats)
-        at: Any = slice(n) if self._seats == list(range(n)) else torch.tensor(self._seats, device=logits.device)
+        at: Any = slice(n) if in_order else torch.tensor(self._seats, device=logits.device)
         self._logits, self._choice = logits[at], choice[at]
         for seat in self._seats:
             self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from benchmarks.diffusion.bench import sizes_of
 from benchmarks.diffusion.book import Book
 from benchmarks.diffusion.parts import Launch, summed
 from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
@@ -49,6 +50,14 @@ def test_denoising_steps_are_those_of_one_device(ranks):
 def test_fewer_layers_keep_their_proportion():
     assert SHAPES["flux"].of_layers(5) == dict(num_layers=5, num_single_layers=10)
     assert SHAPES["wan"].of_layers(6) == dict(num_layers=6)
+
+
+def test_sizes_of_models():
+    assert sizes_of("8x4,3x8x4") == {"": [(8, 4), (3, 8, 4)]}
+    assert sizes_of("wan:3x8x4,flux:8x4,4x4") == {"wan": [(3, 8, 4)], "flux": [(8, 4), (4, 4)]}
+    for wrong in ("8", "other:8x4", "1x2x3x4"):
+        with pytest.raises(argparse.ArgumentTypeError, match="ROWSxCOLUMNS"):
+            sizes_of(wrong)
 
 
 def test_degrees_of_arms():

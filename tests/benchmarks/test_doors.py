@@ -32,6 +32,7 @@ GPUS = [
     "decode",
     "fused",
     "host",
+    "host_parts",
     "latents",
     "ops.bound",
     "scan.profile",

@@ -80,10 +80,11 @@ LARGE = {
     "hybrid_1b, 262,144 tokens on one": "large-hybrid_1b-h200.json",
     "hybrid_8b, 131,072 tokens on two": "large-hybrid_8b-h200x2.json",
     "16 layers of Qwen3.5": "large-moe-h200x2.json",
-    "12 layers of it": "large-moe-h200.json",
+    "12 layers of it, 32,768": "large-moe-norms-h200.json",
+    "12 layers of it, by an older code": "large-moe-h200.json",
 }
 """What a row of docs/users/guides/planning.md begins with, and its run."""
-FARTHER = {"16 layers of Qwen3.5", "12 layers of it"}
+FARTHER = {"16 layers of Qwen3.5", "12 layers of it, by an older code"}
 """Runs that the plan is not near: by an older code, whose optimizer, losses and experts' sums took what the plan leaves
 out (the page says what)."""
 
@@ -103,7 +104,7 @@ def test_the_plan_is_near_what_ran_and_its_page_says_both(row, tmp_path):
     said = report.planned(run.config, "H200", Mesh(Axes(run.gpus)))
     off = [abs(said[name] / ran - 1) for name, ran in (("seconds", run.seconds), ("gib", run.gib))]
     assert (max(off) > NEAR) == (row in FARTHER), off
-    assert max(off) < 0.41
+    assert max(off) < 0.45
     page = (ROOT / "docs/users/guides/planning.md").read_text()
     (cells,) = re.findall(rf"^\| {re.escape(row)}.*?\|((?: [\d.]+ \|){{4}})$", page, re.MULTILINE)
     numbers = [float(cell) for cell in cells.split("|") if cell.strip()]

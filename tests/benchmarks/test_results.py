@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import ROOT
+from benchmarks import ROOT, beside_fla
 
 
 def test_every_result_has_a_command():
@@ -11,3 +11,15 @@ def test_every_result_has_a_command():
     files = [file for file in folder.iterdir() if file.suffix in (".json", ".png")]
     assert files
     assert [file.name for file in files if file.stem not in said] == []
+
+
+def test_fla_core_is_at_no_recurrence_faster():
+    """What the benchmark page says of every recurrence that fla-core has too, out of the files it names."""
+    rows, missing = beside_fla.rows()
+    assert len(rows) + len(missing) == len(beside_fla.NAMES)
+    together = [row for row in rows if row.together]
+    page = (ROOT / "docs/users/benchmarks.md").read_text()
+    for ratios, mean in zip(zip(*(row.ratios for row in together)), beside_fla.means(together)):
+        assert min(ratios) > 1
+        assert f"{min(ratios):.2f} to" in page
+        assert f"{mean:.2f}" in page

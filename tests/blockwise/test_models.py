@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
@@ -12,7 +11,7 @@ from ring_la.inference import BlockReader
 from ring_la.nn import LAYERS as KINDS
 from ring_la.training import sum_gradients
 from tests.support.pool import group
-from tests.support.same_bits import LAYERS, OTHERS, PACKED, differing, model, tokens
+from tests.support.same_bits import LAYERS, OTHERS, PACKED, decoded, differing, model, tokens
 
 
 def trained(rank: int, P: int, kind: str, cu: tuple[int, ...], layers: list[str], steps: int = 2) -> dict[str, Tensor]:
@@ -143,21 +142,6 @@ def test_compiled_steps_have_the_same_bits(ranks):
     one = ranks.run(1, compiled, 1, "contiguous", None)[0]
     for some in ranks.run(2, compiled, 2, "zigzag", "inductor"):
         assert not differing(one, some)
-
-
-def decoded(rank: int, P: int, T: int, read: int, layers: list[str]) -> tuple[Tensor, Tensor]:
-    """Logits of two documents from one forward pass over `P` ranks, and token by token after a prefill of `read`."""
-    m, ids = model(layers), torch.stack(tokens(T, T))
-    cp = ring_la.ContextParallel(group(P), deterministic=True)
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    reader = BlockReader(m, ring_la.ContextParallel(alone, deterministic=True))
-    layout = cp.layout(T, "zigzag")
-    with torch.no_grad():
-        whole = layout.gather(m(layout.shard(ids), layout=layout).logits)
-    border = read // 64 * 64
-    steps = [reader.prefill(ids[:, :read], layout=cp.layout(border) if border and P > 1 else None)]
-    steps += [reader.step(ids[:, t]) for t in range(read, T)]
-    return whole[:, read - 1 :], torch.stack(steps, 1)
 
 
 @pytest.mark.parametrize(

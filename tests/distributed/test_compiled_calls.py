@@ -199,3 +199,39 @@ def check_lengths(rank: int) -> list[tuple[int, float]]:
 def test_one_graph_serves_all_lengths(ranks):
     for found in ranks.run(2, check_lengths):
         assert all(count == 1 and apart < 1e-9 for count, apart in found), found
+
+
+def everything(layout, other, layouts, x: Tensor, weight: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
+    """Tokens moved to the ranks and back, and what stands around recurrences: one after the other."""
+    local = layout.shard(x)
+    local = ring_la.short_conv(local, weight, layout=layout).o
+    local = ring_la.token_shift(local, layout=layout).o + local
+    local = ring_la.grouped_gemm(local[0], experts, torch.tensor([3, local.shape[1] - 3]))[None]
+    q = local.unflatten(2, (2, 4))
+    o = ring_la.linear_attention(q, q.sin(), q.cos(), causal=False, layout=layout).o
+    for way in layouts:  # a strategy each
+        o = o + ring_la.attention(o, q, q.cos(), layout=way).o
+    turned = layout.convert(o, other)
+    ids = torch.arange(T)[None]
+    return layout.gather(o), turned, layout.targets(layout.shard(ids)).double()
+
+
+def check_everything(rank: int) -> tuple[int, int, float]:
+    """Graphs and breaks that the compiler counts, and how far results and gradients are from eager ones."""
+    cps = [ring_la.ContextParallel(group(), scan="ring", attention=s) for s in ("ring", "all_gather", "ulysses")]
+    layouts = [cp.layout(T) for cp in cps]
+    f = partial(everything, layouts[0], cps[0].layout(T, "contiguous"), layouts)
+    tensors = [normal(50, 1, T, 8), normal(51, 8, 3), normal(52, 2, 8, 8)]
+    torch._dynamo.reset()
+    told = torch._dynamo.explain(f)(*[t.clone().requires_grad_() for t in tensors])
+    torch._dynamo.reset()
+    got = results(torch.compile(f, fullgraph=True, backend="aot_eager"), tensors)
+    apart = max(error(a, b) for a, b in zip(got, results(f, tensors), strict=True))
+    return told.graph_count, told.graph_break_count, apart
+
+
+def test_the_compiler_counts_no_break(ranks):
+    """In whatever is cut, gathered, moved between layouts and labelled, and in attention by each strategy."""
+    for graphs, breaks, apart in ranks.run(2, check_everything):
+        assert (graphs, breaks) == (1, 0)
+        assert apart < 1e-9

@@ -2,9 +2,10 @@
 
 ptxas 12.8, which comes with Triton 3.6, at times drops the instruction that defines a uniform register and keeps those
 that read it. A product that takes its operand's address from there reads outside of shared memory, or what lies
-elsewhere. Here every launch of `test_triton`'s cases is compiled for sm_90, disassembled, and searched for uniform
-registers that are read where no earlier line has written them. Prints what it finds, or with --show the registers,
-spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a kernel.
+elsewhere. Here every launch of `test_triton`'s cases, and of `OTHERS`, is compiled for sm_90, disassembled, and
+searched for uniform registers that are read where no earlier line has written them. Prints what it finds, or with
+--show the registers, spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a
+kernel.
 
 `--arch 80` (Ampere), 89 (Ada), 100 or 120 (Blackwell) compiles what such a GPU runs instead, the forms in Triton, and
 finds kernels that want more shared memory than a program gets there.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import re
 import subprocess
 import sys
@@ -73,7 +75,7 @@ def launched(case: Case) -> list:
 
 def forms(case: Case) -> dict[str, list]:
     """The launches of a call by the ways it may go: all in one, its backward with what its forward saved and without,
-    with an exchange of states between its parts, and with no states."""
+    with an exchange of states between its parts, with no states, and for the queries' gradient alone."""
     x, rule = case.inputs(), Rule.parse(case.rule)
     table.DESCRIBED = 0 if case.bulk else LARGE
     pieces = 1 if case.cu is None else len(case.cu) - 1
@@ -106,10 +108,55 @@ def forms(case: Case) -> dict[str, list]:
         made().output(None)
         made().gradients(Backward(None, do, (), case.gate), None)
 
-    for form in (check, whole, split, bare):
+    def queries() -> None:
+        if rule.decay == "diagonal" and rule.write in ("additive", "delta"):
+            for q in (x.q, x.q.float()):
+                recurrence(rule, x._replace(q=q), cu, 1.0, OutputUse()).gradients(Backward(S, do, queries=True), None)
+
+    for form in (check, whole, split, bare, queries):
         with recorded(out.setdefault(form.__name__, [])):
             form()
     return out
+
+
+def momentum() -> Iterator[tuple[str, list]]:
+    """The launches of the momentum delta rule at head sizes of every pair of tiles that it takes, in both dtypes."""
+    import ring_la.kernels.momentum.chunks as taken
+    from ring_la.kernels.momentum import after, before, gates, gradients, squares, walks  # noqa: F401
+
+    some = (taken.SIZES[0], 64, 128)
+    for dtype, K, V in itertools.product(taken.NARROW, some, some):
+        for B, cu in ((1, (0, 70, 200)), (2, (0, 200))):
+            tokens = [torch.zeros(B, 200, 2, D, dtype=dtype).requires_grad_() for D in (K, K, V, K)]
+            tokens += [torch.zeros(B, 200, 2).requires_grad_() for _ in range(4)]
+            states = tuple(torch.zeros(2, 2, K, V).requires_grad_() for _ in range(2)) if B == 1 else None
+            with recorded(launches := []):
+                sum(x.sum() for x in taken.chunks(tokens, states, cu, 0.5)).backward()
+            yield f"{K}x{V}", launches
+
+
+def mesa() -> Iterator[tuple[str, list]]:
+    """Those of MesaNet's solver."""
+    from ring_la.kernels.conjugate_gradients.solve import System, solved
+
+    for dtype, K in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 128)):
+        k, g, lam = torch.zeros(1, 200, 2, K, dtype=dtype), torch.zeros(1, 200, 2), torch.ones(2, K)
+        with recorded(launches := []):
+            solved(k, System(k, g, g, lam, torch.zeros(2, 2, K, K)), (0, 70, 200), 30)
+        yield str(K), launches
+
+
+OTHERS = {"momentum": momentum, "mesa": mesa}
+"""Kernels that no rule of the algebra has."""
+
+
+def launches(rules: list[str]) -> Iterator[tuple[str, list]]:
+    """What a line says of launches, and these."""
+    for case in cases([r for r in rules if r not in OTHERS]):
+        yield f"{case.rule} {case.K}x{case.V}", launched(case)
+    for name in OTHERS.keys() & rules:
+        for sizes, found in OTHERS[name]():
+            yield f"{name} {sizes}", found
 
 
 def prepare(arch: int = 90) -> None:
@@ -176,15 +223,15 @@ def digest(kernel, sass: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--rules", default=",".join((*RULES, *OTHERS)))
     parser.add_argument("--show", action="store_true", help="print every kernel")
     parser.add_argument("--digest", help="a file that gets every kernel's name, constants and digest of its code")
     parser.add_argument("--arch", type=int, default=90, choices=SHARED)
     args = parser.parse_args()
     prepare(args.arch)
     seen, bad = set(), 0
-    for case in cases(args.rules.split(",")):
-        for kernel, tensors, constants in launched(case):
+    for name, found_launches in launches(args.rules.split(",")):
+        for kernel, tensors, constants in found_launches:
             key = kernel.__name__, *constants.items(), *(class_of(x, True) for x in tensors)
             if key in seen:
                 continue
@@ -205,7 +252,7 @@ def main() -> None:
             bad += bool(found)
             if found or args.show:
                 used = re.search(r"REG:(\d+) STACK:(\d+)", disassembled(binary.asm["cubin"], "cuobjdump", "-res-usage"))
-                print("BAD" if found else "ok ", case.rule, f"{case.K}x{case.V}", kernel.__name__, constants,
+                print("BAD" if found else "ok ", name, kernel.__name__, constants,
                       f"registers {used[1]} spilled {used[2]} shared {binary.metadata.shared}", *found[:2],
                       flush=True)  # fmt: skip
     fault = "read a uniform register that nothing wrote" if args.arch == 90 else "want more shared memory than there is"

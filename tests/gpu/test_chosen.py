@@ -79,16 +79,41 @@ def test_latents(form, backend):
     assert max(errors) < 1.5e-2, errors
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [4, 6, 64])
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_index_scores(dtype):
+def test_the_choice(dtype, heads, fp8):
+    """Scores beside fp64's; queries that stay in shared memory (4 heads) and that pass, and products of 8 bits."""
     rng = torch.Generator("cuda").manual_seed(2)
-    q, k = (normal(rng, 2, T, *shape).to(dtype) for shape in ((6, 128), (128,)))
-    w = normal(rng, 2, T, 6).abs().float()
-    kinds = ((dtype, "triton"), (torch.float64, "torch"))
-    got, want = (lightning_index(*(t.to(d) for t in (q, k, w)), 64, backend=b) for d, b in kinds)
+    q, k = (normal(rng, 2, T, *shape).to(dtype) for shape in ((heads, 128), (128,)))
+    w = normal(rng, 2, T, heads).abs().float()
+    got = lightning_index(q, k, w, 64, backend="triton", fp8=fp8)
+    if fp8:
+        want = lightning_index(q, k, w, 64, backend="torch", fp8=True)
+    else:
+        want = lightning_index(q.double(), k.double(), w.double(), 64, backend="torch")
     there = ~torch.isneginf(want.scores)
     assert torch.equal(torch.isneginf(got.scores), ~there)
-    assert error(got.scores[there], want.scores[there]) < LIMITS[dtype]
+    assert error(got.scores[there], want.scores[there]) < (1e-3 if fp8 else LIMITS[dtype])
+
+
+@pytest.mark.parametrize("kind", ["random", "rising", "equal"])
+def test_the_choice_of_many_keys(kind):
+    """40,000 keys in chunks and 2,048 of them, beside a stable sort of the same scores."""
+    rng, n = torch.Generator("cuda").manual_seed(5), 40_000
+    q, k = torch.zeros(1, n, 2, 32, device="cuda"), torch.zeros(1, n, 32, device="cuda")
+    q[..., 0], w = 1.0, torch.ones(1, n, 2, device="cuda") / 2
+    k[..., 0] = torch.randint(0, 256, (n,), generator=rng, device="cuda").float()
+    if kind == "rising":
+        k[..., 0] = torch.arange(n, device="cuda") // 160
+    elif kind == "equal":
+        k[..., 0] = 3.0
+    got = lightning_index(q[:, -100:].bfloat16(), k.bfloat16(), w[:, -100:], 2048, backend="triton")
+    for i in (0, 50, 99):
+        seen = k[0, : n - 99 + i, 0]
+        want, at = (x[:2048] for x in seen.sort(dim=0, descending=True, stable=True))
+        assert torch.equal(got.places[0, i, 0], at.int())
+        assert torch.equal(got.scores[0, i, 0], want)
 
 
 @pytest.mark.parametrize("topk", [1, 12, 2048, 4096])
@@ -107,7 +132,7 @@ def test_the_best_scores(kind, topk):
     s[0, 7, :, 100:] = -torch.inf
     want, at = (x[..., :topk] for x in s.sort(dim=-1, descending=True, stable=True))
     places, scores = torch.empty_like(at, dtype=torch.int32), torch.empty_like(want)
-    lists, first = best_kernel.BestLists(s, topk), 0
+    lists, first = best_kernel.BestLists(s.shape[:3], topk, s.device), 0
     for chunk in s.split((9000, 1, 7999, 3000), -1):
         lists.add(chunk, first)
         first += chunk.shape[-1]

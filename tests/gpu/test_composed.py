@@ -156,6 +156,17 @@ def test_kernels_of_momentum(case, record_property):
     assert max(found.values()) < {torch.float16: 3e-3, torch.bfloat16: 1e-2}[MOMENTUM[case][-1]], found
 
 
+@pytest.mark.parametrize("P", [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (2, 3, 4)])
+@pytest.mark.parametrize("cu", [None, (0, 1, 1, 190, 300)], ids=["rows", "packed"])
+def test_ranks_by_kernels_of_momentum(gpu_ranks, P, cu, record_property):
+    """A split call goes by the kernels, with several runs of tokens a rank and with one."""
+    pytest.importorskip("triton")
+    for kind in ("zigzag", "contiguous"):
+        for rank, found in enumerate(gpu_ranks.run(P, momentum_cases.rank_errors, torch.bfloat16, cu, kind)):
+            record_property(f"errors {kind} {rank}", found)
+            assert max(found.values()) < 1e-2, (kind, rank, found)
+
+
 SHARES = {
     "fp32": (300, 128, None, torch.float32),
     "packed": (300, 36, (0, 1, 1, 190, 300), torch.float32),

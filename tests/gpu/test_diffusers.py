@@ -19,7 +19,7 @@ pytest.importorskip("diffusers")
 import ring_la
 from benchmarks.diffusion.pipelines import flux
 from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
-from ring_la.integrations.diffusers import parallelize
+from ring_la.integrations.diffusers import parallelize, restore
 from tests.support import pool
 from tests.support.attention_cases import error
 
@@ -132,6 +132,7 @@ def check_captured(rank: int, name: str, keys_first: bool = False) -> dict[str, 
     found["graphs afterwards"] = abs(step.graphs - 2)
     if cp.size > 1:
         found["inputs that differ"] = float(not call(models[1], rank).isnan().all())
+    restore(models[1])
     return found
 
 

@@ -13,11 +13,12 @@ import torch
 
 from ring_la.kernels.fixed import library
 from tests.support.pool import Ranks
-from tests.support.same_bits import LAYERS, OTHERS, Run, differing, step_of
+from tests.support.same_bits import LAYERS, OTHERS, Run, decoded, differing, step_of
 
 pytestmark = pytest.mark.gpu(needs=2)
 
 LENGTHS, ALIKE = (70, 1, 99), (70, 70, 70)
+READ = ["retention", "comba", "hgrn2", "mlstm"]
 SOME = ["gdn", "mamba2", "attention"]
 FIRST_SECONDS = 400.0
 """A call may take: kernels are compiled in it."""
@@ -65,6 +66,15 @@ def test_compiled_and_captured(way, gpu_ranks, record_property):
 def test_mailboxes(gpu_ranks, record_property):
     runs = (Run(2, "zigzag", transport="symmetric"), Run(4, "zigzag", transport="symmetric"))
     record_property("compared", compare(gpu_ranks, runs, SOME, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("P", "T", "read", "layers"), [(1, 66, 62, LAYERS), (2, 131, 126, LAYERS), (2, 131, 126, READ)]
+)
+def test_prefill_and_decoding_are_the_forward_pass(P, T, read, layers, gpu_ranks):
+    for whole, steps in gpu_ranks.run(P, decoded, P, T, read, layers, torch.bfloat16, timeout=FIRST_SECONDS):
+        assert whole.isfinite().all()
+        assert torch.equal(whole, steps)
 
 
 @pytest.mark.gpu(needs=1)

@@ -14,6 +14,7 @@ from ring_la import ContextParallel
 from ring_la.inference import generate, sharded_weights
 from ring_la.integrations.transformers.sharded import shard_weights
 from ring_la.serving import Engine, Hybrid, NoText
+from ring_la.serving.load import sharded_hybrid
 from ring_la.serving.memory import fitting
 from ring_la.serving.pretrained import Pretrained
 from ring_la.serving.static import StaticBatch
@@ -142,6 +143,30 @@ def test_a_step_that_is_one_graph(servers, record_property):
     record_property("milliseconds a token", times)
     assert [captured for captured, _ in found] == [plain for _, plain in found]
     assert 2 <= graphs <= 6  # one, two and three seats; 256 columns, then 512
+
+
+def check_sharded(rank: int) -> list[tuple[list[int], list[int], list[int]]] | None:
+    """(tokens served by graphs, by plain steps, those of `generate` with whole weights) of each request to a `HybridLM`
+    whose weights are in parts where there are several ranks."""
+    cp = ContextParallel(pool.group(), validate="never", timeout=60)
+    model, tokens = make(256, 4, ["gdn", "mamba2", "attention"], torch.float32), {}
+    asked = [(1, 30), (40, 12), (13, 20)]
+    want = [generate(model, torch.tensor([prompt(length)], device="cuda"), n)[0].tolist() for length, n in asked]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_weights, "LEAST", 4096)
+        served = Hybrid(model) if cp.size == 1 else sharded_hybrid(model, cp)
+    for captured in (False, True):
+        jobs = [Timed(prompt(length), n) for length, n in asked]
+        if answer(Engine(served, NoText(), cp, batch=2, patience=60, capture=captured), jobs) is not None:
+            tokens[captured] = [each.tokens for each in jobs]
+    return list(zip(tokens[True], tokens[False], want, strict=True)) if tokens else None
+
+
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_a_hybrid_whose_weights_are_in_parts(servers):
+    [found] = [x for x in servers.run(servers.size, check_sharded, timeout=120) if x is not None]
+    assert [captured for captured, _, _ in found] == [generated for *_, generated in found]
+    assert [plain for _, plain, _ in found] == [generated for *_, generated in found]
 
 
 @pytest.mark.gpu

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.gpu(needs=2)
 
 KERNELS = ("flash", "flash_attn_2", "flash_attn_4")
 LENGTH, HEADS, D, LIMIT = 512, (8, 2), 128, 1.5e-2
+DOCUMENTS = (0, 128, 136, 384, 512)
+"""Offsets of packed documents on a rank."""
 
 
 def installed(name: str) -> types.ModuleType | str:
@@ -52,14 +54,16 @@ def absent(kernel: str) -> str:
 
 
 @cache
-def whole(P: int, causal: bool = True, heads: tuple[int, int] = HEADS) -> tuple[list, list]:
-    """q, k, v, do in bf16; o and the gradients in fp64, dense."""
+def whole(P: int, causal: bool = True, heads: tuple[int, int] = HEADS, cu: tuple = ()) -> tuple[list, list]:
+    """q, k, v, do in bf16; o and the gradients in fp64, dense, of documents at offsets `cu`."""
     rng = torch.Generator("cuda").manual_seed(0)
     shapes = [(1, P * LENGTH, h, D) for h in (heads[0], heads[1], heads[1], heads[0])]
     tensors = [torch.randn(*s, generator=rng, device="cuda").bfloat16() for s in shapes]
     q, k, v = (x.double().requires_grad_() for x in tensors[:3])
-    repeated = [x.repeat_interleave(heads[0] // heads[1], 2).transpose(1, 2) for x in (k, v)]
-    o = F.scaled_dot_product_attention(q.transpose(1, 2), *repeated, is_causal=causal).transpose(1, 2)
+    repeated = [q.transpose(1, 2), *(x.repeat_interleave(heads[0] // heads[1], 2).transpose(1, 2) for x in (k, v))]
+    sizes = [b - a for a, b in zip(cu, cu[1:])] or [P * LENGTH]
+    documents = zip(*(x.split(sizes, 2) for x in repeated))
+    o = torch.cat([F.scaled_dot_product_attention(*x, is_causal=causal) for x in documents], 2).transpose(1, 2)
     return tensors, [o.detach(), *torch.autograd.grad(o, (q, k, v), tensors[3].double())]
 
 
@@ -91,16 +95,29 @@ def mixed(rank: int, P: int, kernel: str, kind: str) -> list[float] | str:
     return found
 
 
-def beside(rank: int, P: int, kernel: str) -> list[float] | str:
-    """ring-flash-attn's zigzag and ours of the same name and arguments."""
+def beside(rank: int, P: int, kernel: str, kind: str) -> list[float] | str:
+    """ring-flash-attn's function of a kind and ours of the same name and arguments."""
     module = installed("ring_flash_attn")
     if isinstance(module, str) or absent(kernel):
         return module if isinstance(module, str) else absent(kernel)
     use(kernel)
-    found, at = [], places("zigzag", rank, P, P * LENGTH)
+    found, packed = [], kind.endswith("packed")
+    kind, cu = kind.removesuffix(" packed"), [P * n for n in DOCUMENTS] if packed else []
+    spans = zip(cu, cu[1:]) if packed else [(0, P * LENGTH)]
+    at = torch.cat([places(kind, rank, P, b - a, a) for a, b in spans])
+    name = {"contiguous": "ring", "zigzag": "zigzag_ring", "stripe": "stripe"}[kind]
+    name += "_flash_attn_varlen_func" if packed else "_flash_attn_func"
+    own = torch.tensor(DOCUMENTS, dtype=torch.int32, device="cuda")
+    offsets = (own, int(own.diff().max())) if packed else ()
     for library in (module, ring_flash_attn):
-        function = library.zigzag_ring_flash_attn_func
-        found += apart(lambda *x, f=function: f(*x, causal=True, group=group(P)), *whole(P), at)
+        function = getattr(library, name)
+
+        def call(*qkv, f=function):
+            inside = [x[0] for x in qkv] if packed else qkv
+            o = f(*inside, *offsets, causal=True, group=group(P))
+            return o[None] if packed else o
+
+        found += apart(call, *whole(P, cu=tuple(cu)), at)
     return found
 
 
@@ -151,9 +168,10 @@ def test_forward_and_backward_mix_with_yunchang(gpu_ranks, kernel, kind):
     held(gpu_ranks.run(gpu_ranks.size, mixed, gpu_ranks.size, kernel, kind))
 
 
+@pytest.mark.parametrize("kind", [*DENSE, "contiguous packed", "zigzag packed"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_beside_ring_flash_attn(gpu_ranks, kernel):
-    held(gpu_ranks.run(gpu_ranks.size, beside, gpu_ranks.size, kernel))
+def test_beside_ring_flash_attn(gpu_ranks, kernel, kind):
+    held(gpu_ranks.run(gpu_ranks.size, beside, gpu_ranks.size, kernel, kind))
 
 
 @pytest.mark.parametrize("ring", [True, False], ids=["ring", "ulysses"])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import types
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 driver = pytest.importorskip("triton.backends.nvidia.driver")
 if not triton.__version__.startswith(("3.5.", "3.6.")):
     pytest.skip("the launcher below is that of Triton 3.5 and 3.6", allow_module_level=True)
 
-from ring_la.kernels.runtime import tape  # noqa: E402
+from ring_la.kernels.runtime import tape, zeroed  # noqa: E402
 from ring_la.kernels.runtime.triton_version import CompiledKernel  # noqa: E402
 
 HOW = dict(swizzle=3, elem_size=2, elem_type=9, block_size=[64, 128], fp4_padded=False)
@@ -21,6 +23,9 @@ TILED = tape.TapedDescriptor(None, [32768, 4096], [4096, 1], [64, 128])
 
 class Launcher:
     """Triton's launcher, but for what it launches; `launched` is what a kernel would get."""
+
+    launch_cooperative_grid = launch_pdl = False
+    global_scratch_size = profile_scratch_size = 0
 
     def __init__(self) -> None:
         self.launched: list[tuple] = []
@@ -80,3 +85,62 @@ def test_an_address_is_encoded_once(encoded, monkeypatch):
     assert len(one.tiles[1][3]) <= tape.MAPS
     play(one, 4096, 8192)
     assert encoded[-1][0] == 8192 + 64, "what was dropped is encoded anew"
+
+
+def played(cached: bool, monkeypatch, watched: bool, how: type[Launcher] = Launcher) -> list[tuple]:
+    """What kernels get of a tape of an allocation, a launch, a step in order and a launch on another stream."""
+    run, order = how(), []
+    one = launched(run, cached, monkeypatch)
+    other = one._replace(stream=types.SimpleNamespace(cuda_stream=11))
+    step = tape.TapedOrder(lambda: order.append(len(run.launched)))
+    room = ((3, (64, 4), (4, 1), torch.float32),)
+    last = one._replace(places=tuple((i, 3, 16) for i, *_ in one.places))
+    made = tape.Tape(4, room, (one, step, other, last), (), (3, 1), "cpu")
+    monkeypatch.setattr(tape, "watched", lambda: watched)
+    playing = tape.Playback(torch.empty(1))
+    playing.stream = 7
+    for address in (4096, 8192):
+        playing.bring(torch.empty(1), address)
+    x, _ = made.play(playing)
+    assert x.shape == (64, 4)
+    assert order == [1]
+    return [tuple("new" if y == x.data_ptr() + 16 else y for y in args) for args in run.launched]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_written_code_launches_what_the_steps_do(cached, encoded, monkeypatch):
+    """Of launches by descriptors and addresses, with numbers and constants, on two streams."""
+    by_steps = played(cached, monkeypatch, watched=True)
+    assert played(cached, monkeypatch, watched=False) == by_steps
+    assert [args[3] for args in by_steps] == [7, 11, 7]
+    assert "new" in by_steps[2]
+    assert "new" not in by_steps[1]
+
+
+def test_a_launcher_that_is_not_known_is_called_as_triton_does(encoded, monkeypatch):
+    class Wrapped(Launcher):
+        profile_scratch_size = 8
+
+        def __call__(self, *args) -> None:
+            super().__call__(*args)
+            self.launched[-1] = ("its own", *self.launched[-1])
+
+    assert all(args[0] == "its own" for args in played(False, monkeypatch, False, Wrapped))
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_memory_is_zeroed_where_the_tape_says(watched, monkeypatch):
+    """By a driver that writes into the host's memory."""
+
+    def fill(address: int, value: int, size: int, stream: int) -> int:
+        ctypes.memset(address, value, size)
+        return 0
+
+    monkeypatch.setattr(zeroed, "driver", lambda: types.SimpleNamespace(cuMemsetD8Async=fill))
+    monkeypatch.setattr(tape, "watched", lambda: watched)
+    one = tape.TapedLaunch.of(zeroed.ZEROING, (1, 1, 1), [(1, 8), (0, 16)], {}, None)
+    x = torch.ones(64, dtype=torch.uint8)
+    playing = tape.Playback(x)
+    playing.bring(x, x.data_ptr())
+    tape.Tape(2, (), (one,), (), (), "cpu").play(playing)
+    assert x.nonzero().flatten().tolist() == [*range(8), *range(24, 64)]

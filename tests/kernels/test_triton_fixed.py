@@ -12,10 +12,11 @@ interpreted()
 compute_bf16()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.fixed import library, weight  # noqa: E402
+from ring_la.kernels.fixed import library, weight, weight_sum  # noqa: E402
+from ring_la.kernels.fixed.bounds import GROUP, bounds_of  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
-from ring_la.kernels.fixed.weight import BlockPlaces, block_sums, largest_norms  # noqa: E402
+from ring_la.kernels.fixed.weight import BlockPlaces, block_sums  # noqa: E402
 from ring_la.kernels.in_order import Pieces, forward, gradients, reason_against  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs  # noqa: E402
 
@@ -75,11 +76,10 @@ def test_blocks_products_add_in_any_order(monkeypatch):
     dy[64:70] *= 1e-3
     x[:, 7] *= 100
     places = torch.tensor([[0, 64], [64, 70], [70, 134], [134, 198], [198, 230]], dtype=torch.int32, device=HERE)
-    found, behind = largest_norms(dy, x, places)
-    norms = found, found[behind:]
+    bounds = bounds_of(dy, x, places)
 
     def sums(dtype, full, ragged):
-        return block_sums(dy, x, BlockPlaces(places[full], places[ragged]), *norms, dtype)
+        return block_sums(dy, x, BlockPlaces(places[full], places[ragged]), bounds, dtype)
 
     whole = sums(torch.float32, [0, 2, 3], [1, 4])
     assert torch.equal(sums(torch.float32, [], [3, 0, 4, 2, 1]), whole)  # not by descriptor
@@ -96,14 +96,58 @@ def test_blocks_products_add_in_any_order(monkeypatch):
 def test_as_many_blocks_as_go_together_do_not_overflow():
     """Blocks' products just below their bound, as many as are added before the sum is read off."""
     value = 2**-3 * 0.98828125  # 64 of it have a norm of 0.988, with the margin below 1
-    x = torch.full((weight.GROUP * 64, 16), value, device=HERE).bfloat16()
+    x = torch.full((GROUP * 64, 16), value, device=HERE).bfloat16()
     x[:, 1] *= -1
     starts = torch.arange(0, len(x), 64, dtype=torch.int32, device=HERE)
     places = torch.stack([starts, starts + 64], 1)
-    found, behind = largest_norms(x, x, places)
-    got = block_sums(x, x, BlockPlaces(places, places[:0]), found, found[behind:], torch.float32)
+    got = block_sums(x, x, BlockPlaces(places, places[:0]), bounds_of(x, x, places), torch.float32)
     exact = x.double().T @ x.double()
-    assert (got.double() - exact).abs().max() <= weight.GROUP * 2**-16
+    assert (got.double() - exact).abs().max() <= GROUP * 2**-15
+
+
+def blocks_of(rows: int) -> torch.Tensor:
+    starts = torch.arange(0, rows, 64, dtype=torch.int32, device=HERE)
+    return torch.stack([starts, starts + 64], 1)
+
+
+def test_a_large_token_leaves_others_their_bits():
+    """Blocks' products are rounded to what their sum needs, not to what the largest of them would need as often."""
+    dy, x = bf16(16 * 64, 16), bf16(16 * 64, 16, seed=1)
+    x[5, 3] = 3000
+    places = blocks_of(len(x))
+    got = block_sums(dy, x, BlockPlaces(places, places[:0]), bounds_of(dy, x, places), torch.float32)
+    assert (got.double() - dy.double().T @ x.double()).abs().max() <= 16 * 2**-5
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 5])
+def test_tensor_cores_add_blocks_halves(blocks):
+    """Interpreted, sums are rounded otherwise: that every token of the blocks is in them, once, is what this shows."""
+    dy, x = bf16(400, 48), bf16(400, 272, seed=1)
+    places = torch.tensor([[70, 134], [0, 64], [134, 198], [198, 262], [301, 365]], dtype=torch.int32)[:blocks].to(HERE)
+    bounds, out = bounds_of(dy, x, places), torch.empty(48, 272, device=HERE)
+    weight_sum.add_full_blocks(dy, x, places, bounds, None, out)
+    exact = sum(dy[a:b].double().T @ x[a:b].double() for a, b in places.tolist())
+    assert (out - exact).abs().max() <= blocks * 2**-7
+    whole = torch.empty_like(out, dtype=torch.float64)
+    weight_sum.add_full_blocks(dy, x, places, bounds, out, whole)
+    assert torch.equal(whole, 2 * out.double())
+
+
+@pytest.mark.parametrize("adds", ["on the grid", "to nearest", "coarsely"])
+def test_a_device_is_asked_whether_it_adds_exactly(adds, monkeypatch):
+    def add(dy, x, places, bounds, before, out):
+        total = torch.zeros_like(out)
+        for start, stop in places.tolist():
+            part = dy[start:stop].double().T @ x[start:stop].double()
+            if adds != "to nearest":
+                grid = 2.0 ** (-14 if adds == "on the grid" else 0)
+                part = (part / grid).round() * grid
+            total += part.float()
+        out.copy_(total)
+
+    monkeypatch.setattr(weight_sum, "add_full_blocks", add)
+    dy, x = weight_sum._drawn(torch.bfloat16, torch.device(HERE), 24)
+    assert weight_sum._tried(dy[:, :16], x[:, :16]) == (adds == "on the grid")
 
 
 def test_columns_add_in_any_order():

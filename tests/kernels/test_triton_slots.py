@@ -20,7 +20,6 @@ compute_bf16()
 
 from ring_la.kernels import families  # noqa: E402
 from ring_la.kernels.replay import Replay  # noqa: E402
-from ring_la.kernels.wy import recurrence as wy  # noqa: E402
 
 T, H, K, M = 128, 2, 64, 64
 
@@ -62,9 +61,8 @@ def test_bf16_errs_as_a_loop(monkeypatch, backend):
 @pytest.mark.parametrize("cu", [None, (0, 40, 41, 150)])
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("write", ["additive", "delta"])
-def test_the_gradient_of_queries_alone(monkeypatch, cu, replayed, write):
+def test_the_gradient_of_queries_alone(cu, replayed, write):
     """What the other side of a state reads: the same as beside all other gradients, in the first call and the next."""
-    monkeypatch.setattr(wy, "QUERIES_ALONE", True)
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
     B, T, N = (2, 150, 1) if cu is None else (1, 150, 3)

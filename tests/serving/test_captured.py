@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ring_la.serving import static
+from ring_la.serving.ahead import OnTheWay
+from ring_la.serving.static import StaticBatch
 from tests.support.step_graphs import Repeating, standing
 
 from .engines import Asked, engine, prompt, serve, truth
@@ -15,3 +18,41 @@ def test_decoding_in_a_server(monkeypatch):
     serve(served, jobs)
     assert [job.tokens for job in jobs] == [truth(job.request.ids, 12) for job in jobs]
     assert served.batch.graphs >= 1
+
+
+def test_a_step_is_launched_before_the_host_knows_its_tokens(monkeypatch):
+    """Greedy and sampled sequences that come, end, stop and are cancelled: tokens are those of steps that wait, and
+    each but the last is told while the next step is under way."""
+    standing(monkeypatch.setattr, Repeating)
+    want = [truth(prompt(n), 12) for n in (5, 9, 3, 7)]
+    order: list[str] = []
+    there, launched = OnTheWay.there, StaticBatch._take
+    monkeypatch.setattr(OnTheWay, "there", lambda x, step: order.append("told") or there(x, step))
+    monkeypatch.setattr(StaticBatch, "_take", lambda x, tokens: order.append("step") or launched(x, tokens))
+
+    def served(ahead: bool, **options) -> list[Asked]:
+        monkeypatch.setattr(static, "goes_ahead", lambda *_: ahead)
+        jobs = [Asked(prompt(n), k, **options) for n, k in ((5, 12), (9, 1), (3, 8), (7, 12))]
+        order.clear()
+        serve(engine(batch=2, capture=True), jobs)
+        return jobs
+
+    jobs = served(ahead=True)
+    assert [job.tokens for job in jobs] == [x[: job.request.max_tokens] for x, job in zip(want, jobs)]
+    assert order == ["step", "told"] * (len(order) // 2)
+    drawn = dict(temperature=1.3, seed=4, logprobs=2, frequency_penalty=0.5)
+    waited = served(ahead=False, **drawn)
+    assert order[:2] == ["told", "step"]
+    jobs = served(ahead=True, **drawn)
+    assert [job.events for job in jobs] == [job.events for job in waited]
+    assert order[:2] == ["step", "told"]
+
+
+def test_no_step_is_launched_beyond_the_memory(monkeypatch):
+    """Sequences that outgrow their columns: the step that needs more memory is not launched before it is there."""
+    standing(monkeypatch.setattr, Repeating)
+    monkeypatch.setattr(static, "goes_ahead", lambda *_: True)
+    monkeypatch.setattr(static, "COLUMNS", 8)
+    jobs = [Asked(prompt(5), 8), Asked(prompt(3), 12)]
+    serve(engine(batch=2, capture=True), jobs)
+    assert [job.tokens for job in jobs] == [truth(job.request.ids, job.request.max_tokens) for job in jobs]

@@ -13,6 +13,7 @@ from ring_la.inference import Sampler, generate, key_store
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, seats
 from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, NewToken, NoText, Request, static
+from ring_la.serving.static import StaticBatch
 from ring_la.surroundings import Surroundings
 from tests.serving.engines import LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import WHOLE, make
@@ -38,19 +39,26 @@ FIXED = (*WHOLE, "mla")
 """Layers that have no states of fixed addresses."""
 
 
-def check_captured(rank: int) -> tuple[list[list[int]], int]:
-    cp = ContextParallel(group(), scan="ring", validate="never")
+def check_captured(rank: int) -> tuple[list[list[int]], int, int]:
+    """Tokens, kinds of steps, and how many were taken before rank 0 knew their tokens."""
+    cp, ahead = ContextParallel(group(), scan="ring", validate="never"), []
     jobs = [Asked(prompt(length), n) for length, n in ASKED] + [Asked(prompt(3), 6, temperature=2.0, seed=1)]
-    serve(server := Engine(Hybrid(make(FIXED)), NoText(), cp, piece=9, batch=3, patience=LONG, capture=True), jobs)
-    return [job.tokens for job in jobs], len(server.batch._step.kinds)
+    go_ahead = StaticBatch.go_ahead
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static, "goes_ahead", lambda device: True)
+        patch.setattr(StaticBatch, "go_ahead", lambda batch: ahead.append(1) or go_ahead(batch))
+        serve(server := Engine(Hybrid(make(FIXED)), NoText(), cp, piece=9, batch=3, patience=LONG, capture=True), jobs)
+    return [job.tokens for job in jobs], len(server.batch._step.kinds), len(ahead)
 
 
 def test_a_step_over_states_of_fixed_addresses(ranks):
     want = [truth(prompt(length), n, FIXED) for length, n in ASKED]
     sampler = Sampler(2.0, generator=torch.Generator().manual_seed(1))
     want.append(generate(make(FIXED), torch.tensor([prompt(3)]), 6, sampler)[0].tolist())
-    got, kinds = ranks.run(3, check_captured)[0]
+    (got, kinds, ahead), *others = ranks.run(3, check_captured)
     assert got == want
+    assert [n for *_, n in others] == [ahead, ahead]
+    assert ahead >= max(n for _, n in ASKED)
     assert kinds <= 3  # one, two or four seats, of the same columns
     with pytest.raises(UnsupportedError, match="capture: expected False for a model with such a layer"):
         engine(without=WHOLE, capture=True)

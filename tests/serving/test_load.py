@@ -26,6 +26,7 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Bytes, Ended, Engine, Event, Failed, NoText
 from ring_la.serving.load import load, vocabulary
 from ring_la.serving.model import Served, rehearse
+from ring_la.serving.pretrained import Pretrained
 from ring_la.serving.static import StaticBatch
 from tests.serving.engines import LONG, Asked
 from tests.support.pool import group
@@ -314,3 +315,45 @@ def test_a_file_that_is_overwritten_changes_nothing(tmp_path: Path, kind: str):
     assert same(served.model, model)
     os.truncate(tmp_path / name, 0)
     assert served.read(torch.tensor([[3, 4]]), None, None).logits.isfinite().all()
+
+
+class Coded(torch.Tensor):
+    """A weight that is in numbers of its own kind: linear layers know it, and nothing else does."""
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor) -> Coded:
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.linear:
+            return func(args[0], args[1].whole, *args[2:], **kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].whole)
+        raise NotImplementedError(f"{func} of a coded weight")
+
+
+def check_coded(rank: int) -> bool:
+    model = CASES["llama"].make().eval()
+    ids = torch.tensor([prompts()[0]])
+    want = model(input_ids=ids).logits[:, -1]
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(Coded(module.weight.detach()), requires_grad=False)
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    served = Pretrained(model, cp)
+    assert served.flexible
+    return torch.allclose(served.read(ids, None, cp).logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_a_kind_of_their_own_are_left_as_they_are(ranks):
+    """As quantised ones are."""
+    assert all(ranks.run(2, check_coded))

@@ -15,6 +15,7 @@ interpreted()
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("GPUs have a check of their own", allow_module_level=True)
 
+from ring_la.indexers import lightning_index  # noqa: E402
 from ring_la.softmax.backends.triton import chosen_sorted, launch  # noqa: E402
 
 
@@ -29,16 +30,43 @@ def test_kernels_are_the_loop(feature, backend, monkeypatch):
     assert all(e < 2e-5 for e in errors.values()), errors
 
 
-def test_index_scores_are_those_of_pytorch():
-    from ring_la.indexers.lightning import index_scores
-    from ring_la.indexers.scores_kernel import scores
+KINDS = [("few heads", 9), ("many heads", 1), ("rising", 9), ("equal", 30), ("fp32", 9), ("8 bits", 9)]
 
-    rng = torch.Generator().manual_seed(0)
-    q, k, w = (torch.randn(*shape, generator=rng) for shape in ((2, 70, 3, 20), (2, 140, 20), (2, 70, 3)))
-    tokens, starts = torch.arange(100, 170), torch.where(torch.arange(70) < 20, 0, 120)
-    for first in (0, 90, 200):
-        got, want = (f(q, k, w, tokens, starts, first) for f in (scores, index_scores))
-        torch.testing.assert_close(got, want)
+
+@pytest.mark.parametrize(("kind", "topk"), KINDS)
+def test_the_choice_is_that_of_a_stable_sort(kind, topk, monkeypatch):
+    """Queries that stay and that are read again, documents, strips and chunks; lists that PyTorch sorts (30); scores
+    that rise from key to key, and equal ones, of which the first are chosen."""
+    from ring_la.indexers import best_kernel, index_kernel
+    from ring_la.indexers.eight_bits import eight_bits
+    from ring_la.indexers.lightning import index_scores
+
+    tile = dict(BM=16, BN=16, SPAN=2, num_warps=4, num_stages=1)
+    for name, value in dict(STAY=tile, PASS=tile, EXACT=tile, CHUNK=32, SLOTS=1 << 11).items():
+        monkeypatch.setattr(index_kernel, name, value)
+    monkeypatch.setattr(best_kernel, "BLOCK", 64)
+    monkeypatch.setattr(best_kernel, "MOST", 16)
+    monkeypatch.setattr(index_kernel, "FEW", 0 if kind == "many heads" else 1 << 16)
+    rng, T = torch.Generator().manual_seed(0), 70
+    q, k, w = (torch.randn(1, T, *s, generator=rng) for s in ((3, 20), (20,), (3,)))
+    if kind == "rising":
+        q, k, w = q.abs(), torch.arange(1.0, T + 1)[None, :, None].expand(1, T, 20), w.abs()
+    elif kind == "equal":
+        q, k, w = q.round(), k.round().clamp(-1, 1), w.sign()
+    q, k = (q, k) if kind == "fp32" else (q.half(), k.half())
+    cu = torch.tensor([0, T] if kind == "rising" else [0, 1, 20, T], dtype=torch.int32)
+    got = lightning_index(q, k, w, topk, cu_seqlens=cu, backend="triton", fp8=kind == "8 bits")
+    if kind == "8 bits":
+        q, k, w, sizes = eight_bits(q, k, w)
+        q, k = q.float(), k.float() * sizes[..., None]
+    at = torch.arange(T)
+    starts = cu[torch.searchsorted(cu, at, right=True) - 1]
+    want, places = index_scores(q.double(), k.double(), w.double(), at, starts, 0).sort(
+        dim=-1, descending=True, stable=True
+    )
+    want, places = want[..., :topk], places[..., :topk].masked_fill(torch.isneginf(want[..., :topk]), -1)
+    torch.testing.assert_close(got.scores[:, :, 0].double(), want, rtol=2e-5, atol=2e-5)
+    assert torch.equal(got.places[:, :, 0], places.int())
 
 
 @pytest.mark.parametrize("topk", [1, 5, 40])
@@ -60,7 +88,7 @@ def test_the_best_scores_are_those_of_a_sort(kind, topk, monkeypatch):
     want, order = want[..., :topk], order[..., :topk].masked_fill(torch.isneginf(want[..., :topk]), -1)
     for chunks in ((900,), (130, 1, 700, 69)):
         places, scores = torch.zeros(B, 7, heads, topk, dtype=torch.int32), torch.zeros(B, 7, heads, topk)
-        lists, first = best_kernel.BestLists(s, topk), 0
+        lists, first = best_kernel.BestLists((B, T, heads), topk, s.device), 0
         for chunk in s.split(chunks, -1):
             lists.add(chunk, first)
             first += chunk.shape[-1]

@@ -383,3 +383,14 @@ def test_sage_attention_forward(monkeypatch):
     assert calls == ["sage"] * 2
     with pytest.raises(UnsupportedError, match="gradients"):
         attention(q.requires_grad_(), k, v, backend="sage")
+
+
+def test_a_package_that_lacks_another_says_which(tmp_path, monkeypatch):
+    """Not that it is itself missing, which sends people in a circle."""
+    (tmp_path / "half_installed").mkdir()
+    (tmp_path / "half_installed" / "__init__.py").write_text("import a_library_that_nobody_has.inside")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    why = flash_attn.missing("half_installed.interface")
+    assert why == "half_installed.interface cannot be imported: a_library_that_nobody_has is not installed"
+    assert flash_attn.missing("nowhere_at_all.interface") == "nowhere_at_all.interface is not installed"
+    assert flash_attn.missing("json.decoder") == ""

@@ -95,7 +95,10 @@ def check_balanced(rank: int, P: int) -> list[str]:
         for feature, strategy in (("two for one", "ring"), ("all rear", "all_gather"), ("window", "ulysses")):
             errors = compare(layout, draw(documents, feature), truth(documents, feature), strategy)
             bad += [f"{documents} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
-    return bad
+    T, _ = DOCUMENTS["uneven"]
+    layout = cp.layout(T, "balanced", window=MASKS["window"]["window"][0])
+    errors = compare(layout, draw("uneven", "window"), truth("uneven", "window"), "ring")
+    return bad + [f"under a window {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])

@@ -58,13 +58,42 @@ def errors(
     return {n: error(a, b) for n, a, b in zip(NAMES, results(False), results(True))}
 
 
+def rank_errors(rank: int, dtype: torch.dtype, cu: tuple[int, ...] | None, kind: str) -> dict[str, float]:
+    """The relative error of this rank's part of a split call by the kernels, on GPUs, heads of 64 and 48."""
+    cp = ring_la.ContextParallel(pool.group(), scan="ring")
+    T, N = (300, 2) if cu is None else (cu[-1], len(cu) - 1)
+    x = arguments(T, N, 3, 64, 48, 2 if cu is None else 1, str(cp.device))
+    x = [t.to(dtype) if n < 4 else t for n, t in enumerate(x)]
+    layout = cp.layout(T, kind, cu_seqlens=cu)
+    rng = torch.Generator(cp.device).manual_seed(1)
+    do = torch.randn(x[2].shape, device=cp.device, generator=rng).to(dtype)
+
+    def results(wide: bool) -> list[Tensor]:
+        leaves = [t.to(torch.double if wide else t.dtype, copy=True).requires_grad_() for t in x]
+        *tokens, S, M = leaves
+        more = dict(initial_state=(S, M), output_final_state=True, scale=0.5)
+        if wide:
+            packed = {} if cu is None else dict(cu_seqlens=torch.tensor(cu, device=cp.device))
+            o, ends = ring_la.momentum_delta_rule(*tokens, **more, **packed, backend="torch")
+        else:
+            local = [layout.shard(t) for t in tokens]
+            o, ends = ring_la.momentum_delta_rule(*local, **more, layout=layout, backend="triton")
+        found = torch.autograd.grad(o, leaves, (do if wide else layout.shard(do)).to(o.dtype))
+        if wide:
+            return [layout.shard(t) for t in (o, *found[:8])] + [*ends, *found[8:]]
+        return [o, *(layout.shard(d) for d in found[:8]), *ends, *found[8:]]
+
+    names = ("o", *NAMES[3:11], "S", "M", "dS", "dM")
+    return {n: error(a, b) for n, a, b in zip(names, results(False), results(True)) if b.numel()}
+
+
 def split_errors(rank: int, documents: str) -> dict[str, float]:
     """The relative error of all that a split call gives by the kernels, interpreted, in fp32."""
     interpreted()
-    kept = momentum.unsupported, momentum.ON_RANKS
-    momentum.unsupported, momentum.ON_RANKS = lambda given: "", True
+    kept = momentum.unsupported
+    momentum.unsupported = lambda given: ""
     try:
         true = Truth(BY_NAME["momentum_delta_rule"], documents, torch.float32)
         return split(ring_la.momentum_delta_rule, true, ring_la.ContextParallel(pool.group()), backend="triton")
     finally:
-        momentum.unsupported, momentum.ON_RANKS = kept
+        momentum.unsupported = kept

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
 from ring_la.blockwise import switch
+from ring_la.inference import BlockReader
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import sum_gradients
 from tests.support.pool import group
@@ -119,3 +121,20 @@ def _made(
             p.grad.zero_()
         loss = call(ids)
     return loss
+
+
+def decoded(
+    rank: int, P: int, T: int, read: int, layers: list[str], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Logits of two documents from one forward pass over `P` ranks, and token by token after a prefill of `read`."""
+    cp = ring_la.ContextParallel(group(P), deterministic=True)
+    m, ids = model(layers).to(cp.device, dtype), torch.stack(tokens(T, T)).to(cp.device)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    reader = BlockReader(m, ring_la.ContextParallel(alone, deterministic=True))
+    layout = cp.layout(T, "zigzag")
+    with torch.no_grad():
+        whole = layout.gather(m(layout.shard(ids), layout=layout).logits)
+    border = read // 64 * 64
+    steps = [reader.prefill(ids[:, :read], layout=cp.layout(border) if border and P > 1 else None)]
+    steps += [reader.step(ids[:, t]) for t in range(read, T)]
+    return whole[:, read - 1 :].cpu(), torch.stack(steps, 1).cpu()

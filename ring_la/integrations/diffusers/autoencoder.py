@@ -101,14 +101,13 @@ class RowDecoder:
     def decode(self, own: Callable[..., Any], z: Tensor, *args, **keywords) -> Any:
         """The decoder of whole latents ``[B, C, ..., rows, columns]``, on every rank; the whole image. What it
         keeps for the next frames besides stays each rank's own."""
-        if self.cp.size == 1:
-            return own(z, *args, **keywords)
-        error = UnsupportedError("vae", "no gradients of what decodes by rows", "latents that want one")
-        self.comparison.begin({"latents": z}, error if wanting(z) else None)
-        if z.shape[-2] < self.cp.size:
-            return own(z, *args, **keywords)
-        self.grid = self.layouts.grid((z.shape[-2],))
+        if self.cp.size > 1:
+            error = UnsupportedError("vae", "no gradients of what decodes by rows", "latents that want one")
+            self.comparison.begin({"latents": z}, error if wanting(z) else None)
         try:
+            if z.shape[-2] < self.cp.size or self.cp.size == 1:
+                return own(z, *args, **keywords)
+            self.grid = self.layouts.grid((z.shape[-2],))
             image, *kept = _several(own(self.grid.shard(z, -2), *args, **keywords))
             whole = WholeImage.apply(image, self.rows(image.shape[-2]), -2, 1, self.comparison)
             return (whole, *kept) if kept else whole

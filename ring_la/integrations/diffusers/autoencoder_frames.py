@@ -54,12 +54,12 @@ def repeating_conv(rows: DecoderRows, module: Any, own: Callable[..., Tensor], x
 
 def frames_attention(rows: DecoderRows, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Attention ``[B, tokens, H, D]`` of this rank's rows, frame after frame, to everybody's rows of no later frame."""
-    assert rows.grid is not None
     assert rows.frames is not None
-    local = rows.grid.local_length
     q, k, v = (x.unflatten(1, (rows.frames, -1)) for x in (q, k, v))  # [B, frames, rows · columns, H, D]
-    layout = rows.rows(local, q.shape[2] // local)
-    k, v = (layout.gather(x, 2) for x in (k, v))
+    if rows.grid is not None:
+        local = rows.grid.local_length
+        layout = rows.rows(local, q.shape[2] // local)
+        k, v = (layout.gather(x, 2) for x in (k, v))
     out = []
     for n in range(rows.frames):
         mine, keys, values = (x.transpose(1, 2) for x in (q[:, n], *(y[:, : n + 1].flatten(1, 2) for y in (k, v))))
@@ -70,13 +70,9 @@ def frames_attention(rows: DecoderRows, q: Tensor, k: Tensor, v: Tensor, scale: 
 def middle(rows: DecoderRows, module: nn.Module) -> Callable[..., Tensor]:
     """HunyuanVideoMidBlock3D's forward, which asks for a mask of frames before its attention: noted, not made."""
     inner = type(module).forward
-    make = inner.__globals__["prepare_causal_attention_mask"]
 
-    def mask(frames: int, *args: Any, **keywords: Any) -> Tensor | None:
-        if rows.grid is None:
-            return make(frames, *args, **keywords)
+    def mask(frames: int, *args: Any, **keywords: Any) -> None:
         rows.frames = frames
-        return None
 
     around = {**inner.__globals__, "prepare_causal_attention_mask": mask}
     return types.FunctionType(inner.__code__, around, inner.__name__, inner.__defaults__)

@@ -23,12 +23,23 @@ def cut(
     for argument, role in spec.arguments.items():
         x = given.get(argument)
         if isinstance(role, KeyMask):
-            call.masked = None if x is None else GivenMask(f"{name}: {argument}", x, role.streams)
+            left = take_mask(call, f"{name}: {argument}", role, x)
             if argument in given:
-                given[argument] = EveryKey() if role.read else None
+                given[argument] = left
         elif x is not None and role is not None:
             given[argument] = part_of(call, f"{name}: {argument}", x, role, keep)
     return tuple([given.pop(n) for n in positional]), given
+
+
+def take_mask(call: DenoiserCall, where: str, role: KeyMask, x: Any) -> Any:
+    """Note the mask of a block's argument in the call; what the block gets for it."""
+    mask = x if role.within is None else (x or {}).get(role.within)
+    if mask is not None and mask.is_floating_point() and not role.raises:
+        raise ArgumentError(where, "bool or int, the same for every query", mask.dtype)
+    call.masked = None if mask is None else GivenMask(where, mask, role.streams)
+    if role.within is None:
+        return EveryKey() if role.read else None
+    return x and {n: one for n, one in x.items() if n != role.within}
 
 
 def start(call: DenoiserCall, spec: BlockPlan, given: Mapping[str, Any]) -> None:

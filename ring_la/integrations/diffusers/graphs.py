@@ -65,6 +65,7 @@ def adopt_captured(model: Any, undo: Callable[..., object]) -> None:
     undo(functools.partial(delattr, model, "_ring_la_captured"))
     model.__class__ = captured_class(kind)
     undo(functools.partial(setattr, model, "__class__", kind))
+    undo(model._ring_la_captured.step.release)
 
 
 def _as_it_is(model: nn.Module) -> tuple[object, ...]:

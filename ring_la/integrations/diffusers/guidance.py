@@ -33,7 +33,8 @@ ROWS = frozenset(
     controlnet_single_block_samples block_controlnet_hidden_states control_hidden_states pose_hidden_states
     face_pixel_values audio_hidden_states audio_encoder_hidden_states audio_timestep sigma audio_sigma video_coords
     audio_encoder_attention_mask audio_coords encoder_hidden_states_2 encoder_attention_mask_2
-    perturbation_mask x t cap_feats""".split()
+    perturbation_mask x t cap_feats r_timestep text_encoder_layers context_latents shape_list
+    latents_clean latents_history_2x latents_history_4x joint_attention_kwargs""".split()
 )
 """Arguments of models with a row for each of the batch; others are the same for all rows."""
 

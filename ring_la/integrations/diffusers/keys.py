@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
+from ...outputs import AttentionOutput
 from ...softmax import attention
 from ...softmax.ahead import KeysAhead
 from .streams import Layouts, Streams, counts, owners
@@ -30,12 +31,27 @@ class SeenKeys(NamedTuple):
     layout: ShardedLayout
 
 
+class RaisedKeys(NamedTuple):
+    """The keys that some batch rows see, and whose scores are raised.
+
+    Attributes:
+        raised: those, for queries that have a 1 themselves. others: the rest; None: there is none, and where all scores
+            are raised none is.
+        queries: which of this rank's queries have a 1, ``[T]``, in fp32.
+    """
+
+    raised: SeenKeys
+    others: SeenKeys | None
+    queries: Tensor
+
+
 class GivenMask(NamedTuple):
     """A mask as a block got it, the same for every query.
 
     Attributes:
         name: of the block's argument.
-        mask: bool or int, ``[B, tokens]`` or with dimensions of size 1 between; 0 leaves a key out.
+        mask: bool or int, ``[B, tokens]`` or with dimensions of size 1 between; 0 leaves a key out. Floats, 0 or 1,
+            leave none out: the score of a query and a key that both have 1 is raised by 1.
         streams: whose tokens it has.
     """
 
@@ -72,6 +88,8 @@ class BlockKeys:
             raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
         layout = self.layouts.of(counts(sizes, self.cp.size, self.streams.units(order)))
         how: dict[str, Any] = dict(causal=False, scale=scale, layout=layout, **options)
+        if masked is not None and masked.mask.is_floating_point():
+            return _attend_raised(qkv, self._seen(order, sizes, masked), how)
         return _attend_seen(qkv, self._seen(order, sizes, masked), how)
 
     def post(
@@ -84,8 +102,10 @@ class BlockKeys:
         options: Mapping[str, Any],
     ) -> KeysAhead | None:
         """Let keys and values go before their queries, which are like them; None where batch rows see other keys of
-        each other, and nothing has gone. `first`: of the call."""
+        each other, or a mask raises scores, and nothing has gone. `first`: of the call."""
         k, v = kv
+        if masked is not None and masked.mask.is_floating_point():
+            return None
         layout = self.layouts.of(counts(sizes, self.cp.size, self.streams.units(order)))
         kept = self._seen(order, sizes, masked)
         if kept is None:
@@ -109,34 +129,52 @@ class BlockKeys:
         how: dict[str, Any] = dict(causal=False, scale=scale, layout=layout, kv_layout=kv_layout, **options)
         return _attend_seen(qkv, self._seen(keys, [self.streams.sizes[s] for s in keys], masked), how)
 
-    def _seen(self, order: tuple[str, ...], sizes: Sequence[int], masked: GivenMask | None) -> list[SeenKeys] | None:
-        """The keys that are left, or None where that is all."""
+    def _seen(self, order: tuple[str, ...], sizes: Sequence[int], masked: GivenMask | None) -> Any:
+        """The keys that are left (`SeenKeys`) or raised (`RaisedKeys`), by batch rows; None where all are alike."""
         if masked is None or not set(masked.streams) <= set(order):
             return None
-        kept: dict[tuple[str, ...], list[SeenKeys] | None] = self._kept.setdefault(masked.mask, {})
+        kept: dict[tuple[str, ...], Any] = self._kept.setdefault(masked.mask, {})
         if order not in kept:
             kept[order] = self._find(order, dict(zip(order, sizes)), masked)
         return kept[order]
 
-    def _find(self, order: tuple[str, ...], sizes: dict[str, int], masked: GivenMask) -> list[SeenKeys] | None:
-        mask, count = masked.mask, sum(sizes[s] for s in masked.streams)
-        if mask.is_floating_point() or mask.shape[-1] != count or mask.numel() != len(mask) * count:
-            expected = f"bool or int, [B, {count}], the same for every query"
-            raise ArgumentError(masked.name, expected, f"{mask.dtype} {list(mask.shape)}")
-        parts = mask.reshape(len(mask), count).bool().cpu().split([sizes[s] for s in masked.streams], 1)
-        given = dict(zip(masked.streams, parts))
-        seen = torch.cat([given.get(s, torch.ones(len(mask), sizes[s], dtype=torch.bool)) for s in order], 1)
+    def _find(self, order: tuple[str, ...], sizes: dict[str, int], masked: GivenMask) -> list[Any] | None:
+        seen = _tokens_of(order, sizes, masked)
         if bool(seen.all()):
             return None
         if not bool(seen.any(1).all()):
             raise ArgumentError(masked.name, "a key to see in every batch row", "a row without")
-        ranks, out = owners([sizes[s] for s in order], self.cp.size, self.streams.units(order)), []
+        ranks = owners([sizes[s] for s in order], self.cp.size, self.streams.units(order))
+        out: list[Any] = []
         for row in torch.unique(seen, dim=0):
-            held = torch.bincount(ranks[row], minlength=self.cp.size).tolist()
-            rows = (seen == row).all(1).nonzero().flatten()
-            index = row[ranks == self.cp.rank].nonzero().flatten()
-            out.append(SeenKeys(rows.to(self.cp.device), index.to(self.cp.device), self.layouts.of(tuple(held))))
+            rows = (seen == row).all(1).nonzero().flatten().to(self.cp.device)
+            left = self._of_rows(rows, row, ranks)
+            if masked.mask.is_floating_point():
+                others = None if bool(row.all()) else self._of_rows(rows, ~row, ranks)
+                out.append(RaisedKeys(left, others, row[ranks == self.cp.rank].float().to(self.cp.device)))
+            else:
+                out.append(left)
         return out
+
+    def _of_rows(self, rows: Tensor, keys: Tensor, ranks: Tensor) -> SeenKeys:
+        """The `keys` ``[T]`` of these batch rows, of which `ranks` says who has each."""
+        held = torch.bincount(ranks[keys], minlength=self.cp.size).tolist()
+        index = keys[ranks == self.cp.rank].nonzero().flatten()
+        return SeenKeys(rows, index.to(self.cp.device), self.layouts.of(tuple(held)))
+
+
+def _tokens_of(order: tuple[str, ...], sizes: dict[str, int], masked: GivenMask) -> Tensor:
+    """A mask of all tokens of the streams of `order`, bool ``[B, T]`` on the host."""
+    mask, count = masked.mask, sum(sizes[s] for s in masked.streams)
+    if mask.shape[-1] != count or mask.numel() != len(mask) * count:
+        expected = f"[B, {count}], the same for every query"
+        raise ArgumentError(masked.name, expected, f"{mask.dtype} {list(mask.shape)}")
+    values = mask.reshape(len(mask), count).cpu()
+    if values.is_floating_point() and not bool(((values == 0) | (values == 1)).all()):
+        raise ArgumentError(masked.name, "0 or 1 for each token", "other values")
+    parts = values.bool().split([sizes[s] for s in masked.streams], 1)
+    given = dict(zip(masked.streams, parts))
+    return torch.cat([given.get(s, torch.ones(len(mask), sizes[s], dtype=torch.bool)) for s in order], 1)
 
 
 def _attend_seen(qkv: tuple[Tensor, Tensor, Tensor], kept: list[SeenKeys] | None, how: dict[str, Any]) -> Tensor:
@@ -147,8 +185,27 @@ def _attend_seen(qkv: tuple[Tensor, Tensor, Tensor], kept: list[SeenKeys] | None
     if len(kept) == 1:
         (one,) = kept
         return attention(q, k[:, one.index], v[:, one.index], **how | {"kv_layout": one.layout}).o
-    parts = [
-        attention(q[one.rows], *(x[one.rows][:, one.index] for x in (k, v)), **how | {"kv_layout": one.layout}).o
-        for one in kept
-    ]
+    parts = [_over(qkv, one, how).o for one in kept]
     return torch.cat(parts)[torch.argsort(torch.cat([one.rows for one in kept]))]
+
+
+def _attend_raised(qkv: tuple[Tensor, Tensor, Tensor], kept: list[RaisedKeys] | None, how: dict[str, Any]) -> Tensor:
+    """Attention over all keys, some of which have their scores raised by 1: both parts, put together by their lse."""
+    q, k, v = qkv
+    if kept is None:
+        return attention(q, k, v, **how).o
+    parts = []
+    for rows in kept:
+        (o, lse), other = _over(qkv, rows.raised, how), rows.others
+        if other is not None:
+            o2, lse2 = _over(qkv, other, how)
+            share = torch.sigmoid(lse + rows.queries - lse2).transpose(1, 2)[..., None]
+            o = (share * o + (1 - share) * o2).to(o.dtype)
+        parts.append(o)
+    return torch.cat(parts)[torch.argsort(torch.cat([rows.raised.rows for rows in kept]))]
+
+
+def _over(qkv: tuple[Tensor, Tensor, Tensor], one: SeenKeys, how: dict[str, Any]) -> AttentionOutput:
+    """Attention of some batch rows over some keys."""
+    q, k, v = (x[one.rows] for x in qkv)
+    return attention(q, k[:, one.index], v[:, one.index], **how | {"kv_layout": one.layout})

@@ -31,10 +31,14 @@ class KeyMask:
 
     Attributes:
         read: the processor works on the mask itself, and gets an `EveryKey` for it, not None.
+        within: the argument is a dict, and has the mask under this name.
+        raises: floats, 0 or 1, are no mask: the library adds their products, query by key, to the scores.
     """
 
     streams: tuple[str, ...]
     read: bool = False
+    within: str | None = None
+    raises: bool = False
 
 
 @dataclass(frozen=True)

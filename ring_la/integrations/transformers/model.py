@@ -22,6 +22,7 @@ from .head import after_backbone, backbone_forward
 from .masks import make_mask
 from .mixers import entry_of, uncached
 from .modules import ModuleForwards, mixer_forward
+from .norms import NormForms, norm_forward
 from .rotary import goes_by_length, rotary_forward
 from .settings import Settings
 from .split import CacheSupport, SplitModel
@@ -104,7 +105,7 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
     attention.use(split=True)
     current = Current()
     forwards = ModuleForwards(current)
-    _put_forwards(model, forwards, undo)
+    _put_forwards(model, forwards, undo, norms=not settings.cp.deterministic)
     takes_parameters = "cache_params" in inspect.signature(type(model).forward).parameters
     split = SplitModel(
         settings=settings,
@@ -131,9 +132,9 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
     return split
 
 
-def _put_forwards(model: PreTrainedModel, forwards: ModuleForwards, undo: ExitStack) -> None:
-    """Give the model, its backbone, its mixers and its rotary embeddings forwards of ours."""
-    backbone = _backbone(model)
+def _put_forwards(model: PreTrainedModel, forwards: ModuleForwards, undo: ExitStack, norms: bool) -> None:
+    """Give the model, its backbone, its mixers, its rotary embeddings and, if asked for, its norms forwards of ours."""
+    backbone, forms = _backbone(model), NormForms()
     for name, module in model.named_modules():
         if module is model:
             forward = model_forward(forwards.of(type(model)))
@@ -144,6 +145,8 @@ def _put_forwards(model: PreTrainedModel, forwards: ModuleForwards, undo: ExitSt
             forward = mixer_forward
         elif goes_by_length(module):
             forward = rotary_forward
+        elif norms and "forward" not in vars(module) and (form := forms.of(module)) is not None:
+            forward = norm_forward(type(module), form)
         else:
             continue
         forwards.put(module, name, forward, undo)

@@ -179,11 +179,13 @@ class _Probe:
 
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Parameters that are zero get small random values: adapters start with a zero that would hide what they do."""
+    """Parameters that are zero get small random values: adapters start with a zero that would hide what they do.
+    Those of a kind of their own, such as quantised ones, are left alone."""
     zeros: list[Tensor] = []
     for p in model.parameters():
         local = p.to_local() if isinstance(p, DTensor) else p
-        if p.dtype in TOLERANCE and local.numel() and not local.reshape(-1)[:64].any() and not local.any():
+        plain = type(local) in (Tensor, nn.Parameter)
+        if plain and p.dtype in TOLERANCE and local.numel() and not local.reshape(-1)[:64].any() and not local.any():
             random = torch.Generator(local.device).manual_seed(len(zeros))
             zeros.append(local.normal_(std=p.shape[-1] ** -0.5 if p.dim() > 1 else 0.3, generator=random))
     try:

@@ -13,20 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...kernels.fused.rms_norm import rms_norm
 from ...recurrences import gated_delta_rule, kda
+from .norms import Form, form_of
 
-CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6}
-"""How far a norm may be from ours, relative to its size, and still be rounding; of other dtypes `CLOSE_OTHERWISE`."""
-CLOSE_OTHERWISE = 0.01
 SCALE = "_ring_la_scale"
 """The name under which a norm has what it multiplies by."""
-PROBES = 4
-"""Random vectors that a norm is tried on."""
 
 
 def shorten(model: nn.Module, in_step: Callable[[], bool]) -> int:
@@ -55,39 +49,16 @@ def _either(
 
 def _norm(module: nn.Module) -> Callable[..., Tensor] | None:
     """Ours in place of a module's forward, if they are seen to be the same."""
-    weight = module._parameters.get("weight")
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    names = list(inspect.signature(module.forward).parameters)
-    if weight is None or weight.dim() != 1 or isinstance(weight, DTensor) or weight.is_meta or len(names) not in (1, 2):
+    form = form_of(module)
+    weight: Any = module._parameters.get("weight")
+    if form is None or isinstance(weight, DTensor) or weight.is_meta:
         return None
-    if not isinstance(eps, float) or "Norm" not in type(module).__name__:
-        return None
-    dice = torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(PROBES, len(weight), generator=dice).to(weight) for _ in range(2))
-    given = (x, gate)[: len(names)]
-    with torch.no_grad():
-        want = module(*given)
-        for scale in (weight.detach(), 1 + weight.detach().float()):
-            for silu in (True, False)[: len(names)]:
-                got = _rms_norm(scale, silu, eps, *given)
-                if isinstance(want, Tensor) and want.shape == x.shape and _same(got, want):
-                    module.register_buffer(SCALE, scale, persistent=False)  # which goes where the module goes
-                    return partial(_normed, module, silu, eps)
-    return None
+    module.register_buffer(SCALE, form.scale(weight.detach()), persistent=False)  # which goes where the module goes
+    return partial(_normed, module, form)
 
 
-def _normed(module: nn.Module, silu: bool, eps: float, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    return _rms_norm(getattr(module, SCALE), silu, eps, hidden_states, gate)
-
-
-def _rms_norm(scale: Tensor, silu: bool, eps: float, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    x = hidden_states.contiguous()
-    return rms_norm(x, scale, None if gate is None else gate.contiguous(), silu=silu, eps=eps)
-
-
-def _same(got: Tensor, want: Tensor) -> bool:
-    apart = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
-    return got.dtype == want.dtype and apart <= CLOSE.get(want.dtype, CLOSE_OTHERWISE)
+def _normed(module: nn.Module, form: Form, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    return form(hidden_states, getattr(module, SCALE), gate)
 
 
 # -- recurrences -------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from ring_la.kernels.spans.table import width
 SIZES = ("T", "R", "N")
 CHUNK = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 """Tokens a chunk."""
+FINER = 64
+"""A residual is nothing where it is so much smaller than the dtype's rounding."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -72,9 +74,9 @@ def over(a, b):
 @triton.jit(do_not_specialize=(*SIZES, "steps"))
 def solve_kernel(
     Q, K_, g, beta, lam, table, states, X, T, R, steps, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, PREC: tl.constexpr,
+    C: tl.constexpr, LEAST: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """x of one chunk."""
+    """x of one chunk, after so many steps or when no token's residual is above `LEAST` of what it began with."""
     row = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -94,7 +96,9 @@ def solve_kernel(
     x = tl.zeros([C, BK], tl.float32)
     p = r
     size = tl.sum(r * r, 1)
-    for _ in range(steps):
+    least = size * LEAST
+    todo = steps
+    while todo > 0:
         y = times(p, k, S, W, kept, ridge, PREC)
         step = over(size, tl.sum(p * y, 1))
         x += step[:, None] * p
@@ -102,6 +106,7 @@ def solve_kernel(
         left = tl.sum(r * r, 1)
         p = r + over(left, size)[:, None] * p
         size = left
+        todo = tl.where(tl.max((left > least).to(tl.int32), 0) > 0, todo - 1, 0)
     put(rows_of(X, b, token, h, T, H, H, K), x, live, d, K)
 
 
@@ -139,5 +144,9 @@ def solved(q: Tensor, system: System, cu: Sequence[int], steps: int, scale: floa
         states, T, R, N, BV=block, HAS_STATE=H0 is not None, ROWS=B > 1, num_warps=4, num_stages=2, **how,
     )  # fmt: skip
     warps = 8 if wide > 64 else 4
-    launch(solve_kernel, (R, B * H), q, k, g, beta, lam, table, states, x, T, R, steps, scale, num_warps=warps, **how)
+    least = (torch.finfo(k.dtype).eps / FINER) ** 2
+    launch(
+        solve_kernel, (R, B * H), q, k, g, beta, lam, table, states, x, T, R, steps, scale, LEAST=least,
+        num_warps=warps, **how,
+    )  # fmt: skip
     return x

@@ -14,8 +14,10 @@ from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, filled, launch
 from ring_la.kernels.spans.table import cdiv
 
-BLOCK, WIDE = 64, 32
-"""Tokens of a block, and channels of a program."""
+BLOCK = 64
+"""Tokens of a block."""
+FORWARD, SLOPES, BACK = (32, 4), (32, 4), (32, 4)
+"""Channels of a program and its warps, of each kernel."""
 
 
 @triton.jit
@@ -114,8 +116,8 @@ def block_conv(x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None, pla
     unit = unit_of(D)
     if len(places):
         launch(
-            conv_forward_kernel, (len(places), cdiv(D, WIDE)), *filled(x, lead, weight, bias), places, o, D // unit,
-            W=W, UNIT=unit, BT=BLOCK, BD=WIDE, SILU=silu, BIAS=bias is not None, num_warps=4,
+            conv_forward_kernel, (len(places), cdiv(D, FORWARD[0])), *filled(x, lead, weight, bias), places, o,
+            D // unit, W=W, UNIT=unit, BT=BLOCK, BD=FORWARD[0], SILU=silu, BIAS=bias is not None, num_warps=FORWARD[1],
         )  # fmt: skip
     return o
 
@@ -127,15 +129,16 @@ def block_conv_gradients(
     do, x, lead, weight = aligned(do), aligned(x), aligned(lead.to(x.dtype)), aligned(weight)
     D, W, count = x.shape[-1], weight.shape[1], len(places)
     dx, dlead = torch.empty_like(x), torch.empty_like(lead)
-    sums, dz = (torch.zeros(count, n, D, device=x.device) for n in (W + 1, BLOCK))
+    sums, dz = (torch.empty(count, n, D, device=x.device) for n in (W + 1, BLOCK))
     if count:
-        grid, unit = (count, cdiv(D, WIDE)), unit_of(D)
+        (wide, warps), unit = SLOPES, unit_of(D)
         launch(
-            slope_kernel, grid, *filled(x, lead, weight, bias), places, do, dz, sums, D // unit, W=W, UNIT=unit,
-            BT=BLOCK, BD=WIDE, SILU=silu, BIAS=bias is not None, num_warps=4,
+            slope_kernel, (count, cdiv(D, wide)), *filled(x, lead, weight, bias), places, do, dz, sums, D // unit, W=W,
+            UNIT=unit, BT=BLOCK, BD=wide, SILU=silu, BIAS=bias is not None, num_warps=warps,
         )  # fmt: skip
+        wide, warps = BACK
         launch(
-            conv_back_kernel, grid, dz, weight, places, dx, dlead if W > 1 else dx, D // unit, W=W, UNIT=unit,
-            WP=1 << max(0, W - 2).bit_length() if W > 1 else 1, BT=BLOCK, BD=WIDE, num_warps=4,
+            conv_back_kernel, (count, cdiv(D, wide)), dz, weight, places, dx, dlead if W > 1 else dx, D // unit, W=W,
+            UNIT=unit, WP=1 << max(0, W - 2).bit_length() if W > 1 else 1, BT=BLOCK, BD=wide, num_warps=warps,
         )  # fmt: skip
     return dx, dlead, sums

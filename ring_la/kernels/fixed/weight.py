@@ -1,11 +1,13 @@
-"""A weight's gradient ``Σ dyᵀ x``: the product of every block of 64 tokens, added exactly, in one launch.
+"""A weight's gradient ``Σ dyᵀ x``: the product of every block of 64 tokens, added exactly, in a few launches.
 
 A block's product P is added to a sum that begins at C = 1.5 · 2²³ grids, so that fp32 rounds it to a multiple of the
 grid and nothing else is ever rounded: the last bit of P is set, so that it never lies between two multiples, and the
-sum's own bits cannot decide (Demmel and Nguyen 2015, "Parallel reproducible summation"). By Cauchy and Schwarz P is
-below the product of its columns' norms; the largest norm of any block on any rank decides the grid:
+sum's own bits cannot decide (Demmel and Nguyen 2015, "Parallel reproducible summation"). The grid leaves room for
+what `bounds` allows any GROUP blocks to add up to:
 
-    grid[n, k] = 2⁻¹⁵ · above_y[n] · above_x[k],      at most 128 blocks before the sum is read off.
+    grid[n, k] = 2⁻²² · above_y[n] · above_x[k].
+
+Full blocks go by `weight_sum`, where tensor cores do the same themselves.
 """
 
 from __future__ import annotations
@@ -17,122 +19,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fixed.grid import power_above
-from ring_la.kernels.fixed.product import BY_DESCRIPTOR, unit_of
+from ring_la.kernels.fixed.bounds import BLOCK, GROUP, Bounds, bound_above
+from ring_la.kernels.fixed.product import unit_of
+from ring_la.kernels.fixed.weight_sum import START, add_full_blocks, adds_exactly, store_sum
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.spans.table import cdiv
 
-BLOCK, GROUP = 64, 128
-"""Tokens of a block, and blocks that are added before the sum is read off."""
-TILE, WIDE = (64, 128), 128
-"""Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor; columns of a program for norms."""
-DESCRIBED = 64, 128
-"""Of dW where tiles come by descriptor."""
-START = 1.5 * 2**8
-"""C in units of ``above_y · above_x``."""
+TILE = (64, 128)
+"""Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor."""
 FEW = 512
 """Blocks whose sum has at most 2²⁴ grids, so that fp32 holds it."""
-
-
-@triton.jit
-def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr):
-    """The largest norm of a column of a block, so far: floats ≥ 0 stand in the order of their bits."""
-    start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
-    t, d = start + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
-    at = t.to(tl.int64)[:, None] * D + d[None, :]
-    y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
-    norm = tl.sqrt(tl.sum(y * y, 0)) * (1.01 * 2.0**-30)
-    norm = tl.where(norm < float("inf"), norm, float("inf"))  # a NaN, too
-    tl.atomic_max(out + d, norm.to(tl.int32, bitcast=True), d < D)
-
-
-@triton.jit(do_not_specialize=("N", "K"))
-def norms_kernel(
-    dy, x, places, norms_y, norms_x, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
-):
-    """Of both."""
-    N *= UN
-    K *= UK
-    tiles = (N + BD - 1) // BD
-    tile = tl.program_id(1)
-    if tile < tiles:
-        block_norms(dy, places, norms_y, tile, N, BT, BD)
-    else:
-        block_norms(x, places, norms_x, tile - tiles, K, BT, BD)
+NARROW, RUN = 64, 8
+"""Tiles of dW, at most, that are too few for a GPU, and blocks of a program then."""
 
 
 @triton.jit(do_not_specialize=("COUNT", "N", "K"))
 def weight_kernel(
-    dy, x, places, norms_y, norms_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
+    dy, x, places, norms_y, shares_y, norms_x, shares_x, before, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, RUN: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, fp32 or fp64."""
+    """One tile of ``out [N, K]`` over COUNT blocks; ADD: to `before`, in its dtype. RUN: over so many of them, added to
+    what is there, which is exact and so has no order."""
     N *= UN
     K *= UK
     across = (K + BK - 1) // BK
     n = tl.program_id(0) // across * BN + tl.arange(0, BN)
     k = tl.program_id(0) % across * BK + tl.arange(0, BK)
     t = tl.arange(0, BT)
-    above_y = power_above(tl.load(norms_y + n, n < N, other=1.0)) * START
-    above_x = power_above(tl.load(norms_x + k, k < K, other=1.0))
-    acc = above_y[:, None] * above_x[None, :]
+    start_y = bound_above(norms_y, shares_y, n, n < N) * START
+    above_x = bound_above(norms_x, shares_x, k, k < K)
+    acc = start_y[:, None] * above_x[None, :]
     of_y, of_x = n[:, None] + t[None, :] * N, t[:, None] * K + k[None, :]  # within a block: small numbers
-    for i in range(0, COUNT):
+    first, last = tl.program_id(1) * RUN, COUNT
+    if RUN:
+        last = tl.minimum(first + RUN, COUNT)
+    for i in range(first, last):
         start = tl.load(places + i * 2)
         rows = tl.load(places + i * 2 + 1) - start
         left = tl.load(dy + start.to(tl.int64) * N + of_y, (t < rows)[None, :] & (n < N)[:, None], other=0.0)
         right = tl.load(x + start.to(tl.int64) * K + of_x, (t < rows)[:, None] & (k < K)[None, :], other=0.0)
         part = tl.dot(left, right, input_precision=PREC)
         acc += (part.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
-    total = acc - above_y[:, None] * above_x[None, :]
+    total = acc - start_y[:, None] * above_x[None, :]
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
-    if ADD:
-        tl.store(out + at, tl.load(out + at, inside, other=0.0) + total.to(out.dtype.element_ty), inside)
+    if RUN:
+        tl.atomic_add(out + at, total.to(out.dtype.element_ty), inside)
     else:
-        tl.store(out + at, total.to(out.dtype.element_ty), inside)
-
-
-@triton.jit(do_not_specialize=("COUNT", "N", "K"))
-def described_weight_kernel(
-    dy, x, places, norms_y, norms_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """`weight_kernel` over full blocks, with tiles of dy and x by descriptor."""
-    N *= UN
-    K *= UK
-    across = (K + BK - 1) // BK
-    row, column = tl.program_id(0) // across * BN, tl.program_id(0) % across * BK
-    n, k = row + tl.arange(0, BN), column + tl.arange(0, BK)
-    above_y = power_above(tl.load(norms_y + n, n < N, other=1.0)) * START
-    above_x = power_above(tl.load(norms_x + k, k < K, other=1.0))
-    acc = above_y[:, None] * above_x[None, :]
-    for i in range(0, COUNT):
-        start = tl.load(places + i * 2)
-        part = tl.dot(dy.load([start, row]).T, x.load([start, column]), input_precision=PREC)
-        acc += (part.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
-    total = acc - above_y[:, None] * above_x[None, :]
-    at = n.to(tl.int64)[:, None] * K + k[None, :]
-    inside = (n < N)[:, None] & (k < K)[None, :]
-    if ADD:
-        total = tl.load(out + at, inside, other=0.0) + total.to(out.dtype.element_ty)
-    tl.store(out + at, total.to(out.dtype.element_ty), inside)
-
-
-def largest_norms(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
-    """Bounds of the norms of all columns of all blocks of ``dy [rows, N]``, and from the place returned on of
-    ``x [rows, K]``, fp32; inf where one is not finite."""
-    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
-    behind = cdiv(N, 4) * 4  # on a boundary of 16 bytes
-    out = torch.zeros(behind + K, dtype=torch.int32, device=x.device)
-    un, uk = unit_of(N), unit_of(K)
-    if len(places):
-        launch(
-            norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, out[behind:],
-            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=4,
-        )  # fmt: skip
-    return out.view(torch.float32), behind
+        if ADD:
+            total = tl.load(before + at, inside, other=0.0) + total.to(before.dtype.element_ty)
+        store_sum(out + at, total, inside)
 
 
 class BlockPlaces(NamedTuple):
@@ -145,40 +82,42 @@ class BlockPlaces(NamedTuple):
         return len(self.full) + len(self.ragged)
 
 
-def block_sums(
-    dy: Tensor, x: Tensor, places: BlockPlaces, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype
-) -> Tensor:
+def block_sums(dy: Tensor, x: Tensor, places: BlockPlaces, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: multiples of the grid in
     fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded, for whom
-    nothing is to be added to them. norms_y, norms_x: `largest_norms` on all ranks, fp32."""
+    nothing is to be added to them."""
     dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
-    of = [some[i : i + GROUP] for some in places for i in range(0, len(some), GROUP)]
-    if not of:
+    of = [(some[i : i + GROUP], some is places.full) for some in places for i in range(0, len(some), GROUP)]
+    wide = dtype
+    if dtype not in (torch.float32, torch.float64):
+        wide = torch.float32 if len(places) <= FEW else torch.float64
+    whole: Tensor | None = None
+    for i, (some, full) in enumerate(of):
+        described = full and N % 16 == K % 16 == 0 and adds_exactly(dy.dtype, dy.device)
+        if not described and cdiv(N, TILE[0]) * cdiv(K, TILE[1]) <= NARROW:
+            whole = dy.new_zeros(N, K, dtype=wide) if whole is None else whole
+            _add_blocks(dy, x, some, bounds, None, whole, RUN)
+            continue
+        out = dy.new_empty(N, K, dtype=dtype if i == len(of) - 1 else wide)
+        if described:
+            add_full_blocks(dy, x, some, bounds, whole, out)
+        else:
+            _add_blocks(dy, x, some, bounds, whole, out, 0)
+        whole = out
+    if whole is None:
         return torch.zeros(N, K, dtype=dtype, device=dy.device)
-    kept = dtype
-    if len(of) > 1 and dtype not in (torch.float32, torch.float64):
-        kept = torch.float32 if len(places) <= FEW else torch.float64
-    out = dy.new_empty(N, K, dtype=kept)
-    for i, some in enumerate(of):
-        _add_blocks(dy, x, some, norms_y, norms_x, out, i > 0, i * GROUP < len(places.full))
-    return out if kept == dtype else out.to(torch.float32).to(dtype)
+    return whole if whole.dtype == dtype else whole.to(torch.float32).to(dtype)
 
 
 def _add_blocks(
-    dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, out: Tensor, add: bool, full: bool
+    dy: Tensor, x: Tensor, places: Tensor, bounds: Bounds, before: Tensor | None, out: Tensor, run: int
 ) -> None:
-    """At most GROUP blocks, all of them `full` or not; `add`: to what is there."""
-    N, K = out.shape
+    """At most GROUP blocks, added to `before`; by `run` of them, to `out` itself."""
+    (N, K), (bn, bk), behind = out.shape, TILE, bounds.behind
     un, uk = unit_of(N), unit_of(K)
-    described = BY_DESCRIPTOR and full and N % 16 == K % 16 == 0
-    (bn, bk), stages = (DESCRIBED, 5) if described else (TILE, 7)
-    given = (_by_block(dy, bn), _by_block(x, bk)) if described else (dy, x)
     launch(
-        described_weight_kernel if described else weight_kernel, (cdiv(N, bn) * cdiv(K, bk),), *given, places,
-        norms_y, norms_x, out, len(places), N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=bn, BK=bk, START=START,
-        ADD=add, PREC="ieee", num_warps=4, num_stages=stages,  # of which places take some
+        weight_kernel, (cdiv(N, bn) * cdiv(K, bk), cdiv(len(places), run) if run else 1), dy, x, places,
+        bounds.norms, bounds.shares, bounds.norms[behind:], bounds.shares[behind:], out if before is None else before,
+        out, len(places), N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=bn, BK=bk, RUN=run, START=START,
+        ADD=before is not None, PREC="ieee", num_warps=4, num_stages=7,  # of which places take some
     )  # fmt: skip
-
-
-def _by_block(x: Tensor, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [BLOCK, columns])

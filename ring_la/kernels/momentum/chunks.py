@@ -1,6 +1,7 @@
-"""The momentum delta rule on one device, by Triton: outputs, and the states behind documents, with gradients.
+"""The momentum delta rule by Triton: outputs, and the states behind documents, with gradients.
 
-In an eager call alone: what traces one sees the PyTorch of `recurrences.momentum`.
+On one device, or of a run of a rank's tokens. In an eager call alone: what traces one sees the PyTorch of
+`recurrences.momentum`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ SIZES = range(33, 129)
 
 
 def unsupported(tokens: Sequence[Tensor]) -> str:
-    """Why there are no kernels for q, k, v, p, g, mu, beta and eta of a call, or an empty string."""
+    """Why there are no kernels for q, k, v, p, g, mu, beta and eta of a call, or an empty string: the same on all
+    ranks, which may have no tokens."""
     q, k, v, p, *gates = tokens
     if not (q.is_cuda and triton_installed()) or traced(q):
         return "no eager call on a CUDA device with Triton"
@@ -28,7 +30,7 @@ def unsupported(tokens: Sequence[Tensor]) -> str:
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype}, {p.dtype}: the kernels take bf16 or fp16, one for q, k, v, p"
     if q.shape[3] not in SIZES or v.shape[3] not in SIZES:
         return f"head sizes {q.shape[3]} and {v.shape[3]}: the kernels take {SIZES[0]} to {SIZES[-1]}"
-    return "" if q.numel() and v.numel() else "no tokens"
+    return "" if v.shape[0] * v.shape[2] else "no rows or no heads"
 
 
 def chunks(
@@ -52,6 +54,7 @@ class _Chunks(torch.autograd.Function):
         from .after import outputs
         from .before import before_forwards
         from .launches import ChunksCall, Given, KeptMomentum
+        from .squares import squares_of
         from .walks import forwards
 
         *tokens, S, M, cu, scale = given
@@ -59,9 +62,10 @@ class _Chunks(torch.autograd.Function):
         S, M = (None if t is None else aligned(t.float()) for t in (S, M))
         (B, T, H, K), V = x.q.shape, x.v.shape[3]
         call = ChunksCall(B, T, H, K, V, cu, scale, x.q.dtype, x.q.device)
-        inverse, rates, parts = before_forwards(call, x)
+        squares, rates = squares_of(call, x)
+        parts = before_forwards(call, x, squares, rates)
         w, before, ends = forwards(call, x.k, parts, rates, S, M)
-        kept = KeptMomentum(inverse, rates, w, *before)
+        kept = KeptMomentum(squares, rates, w, *before)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*x, *kept)
         ctx.call = call
@@ -82,7 +86,7 @@ class _Chunks(torch.autograd.Function):
         do = torch.zeros_like(x.v) if do is None else aligned(do)
         if dS is not None or dM is not None:
             dS, dM = (room if t is None else aligned(t.float()) for t, room in zip((dS, dM), call.states()))
-        parts = before_backwards(call, x, do, kept.inverse, kept.rates)
+        parts = before_backwards(call, x, do, kept.squares, kept.rates)
         dv, behind, starts = backwards(call, x, do, parts, kept.rates, dS, dM)
         sums = room(call)
         dq, dp = reads(call, x, kept, do, dv, sums)
@@ -90,4 +94,4 @@ class _Chunks(torch.autograd.Function):
         numbers = [*gates(call, x, kept, do, dv, behind, sums), deta]
         found = [d.to(t.dtype) for d, t in zip(numbers, x[4:])]
         first = [d if wanted else None for d, wanted in zip(starts, ctx.needs_input_grad[8:10])]
-        return dq, dk, dv, dp, *found, *first, None, None
+        return dq, dk, dv.to(x.v.dtype), dp, *found, *first, None, None

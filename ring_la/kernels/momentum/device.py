@@ -12,9 +12,12 @@ from ring_la.kernels.fenwick.device import chunk_row, rows_of, state_at
 
 SIZES = ("T", "R", "N")
 """Kernel arguments that change from call to call: no kernel is compiled anew for them."""
-ROWS = tl.constexpr(8)
+ROWS = tl.constexpr(9)
 """Rows of numbers a chunk, one each for its tokens: 0 and 1 weigh what tokens write to the last S and M, 2 and 3 are a
-and b before a token, 4 and 5 behind it, and row 6 begins with those of the whole chunk: a, b and m."""
+and b before a token, 4 and 5 behind it, row 6 begins with those of the whole chunk, a, b and m,
+7 and 8 are 0 and 1 without η."""
+SQUARES = tl.constexpr(3)
+"""Squares a chunk: Γ, Γ′, and T less the identity."""
 
 
 @triton.jit
@@ -39,6 +42,14 @@ def rates_at(p, b, row, h, R, H: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def square(p, n: tl.constexpr, b, row, h, R, H: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr = False):
+    """Where square n of a chunk is, ``[C, C]``; TURNED: the other way round."""
+    t = tl.arange(0, C)
+    at = t[None, :] * C + t[:, None] if TURNED else t[:, None] * C + t[None, :]
+    return state_at(p, b, row, h, R, H, SQUARES * C * C) + n * C * C + at
+
+
+@triton.jit
 def kept(g, c, t, EARLIER: tl.constexpr):
     """``[t, s]``: what is left in S at t (EARLIER: before t) of what s added."""
     if EARLIER:
@@ -52,6 +63,22 @@ def kept_turned(g, c, t, EARLIER: tl.constexpr):
     if EARLIER:
         return tl.exp(tl.where(t[:, None] < t[None, :], (c - g)[None, :] - c[:, None], float("-inf")))
     return tl.exp(tl.where(t[:, None] <= t[None, :], c[None, :] - c[:, None], float("-inf")))
+
+
+@triton.jit
+def sharp(a, b, dtype: tl.constexpr, TURNED: tl.constexpr = False):
+    """a b (TURNED: a bᵀ) of factors of `dtype`, or in fp32, which take part as two of `dtype`: the nearest, and what it
+    leaves."""
+    x = a.to(dtype)
+    y = b.to(dtype)
+    out = tl.dot(x, tl.trans(y) if TURNED else y)
+    if a.dtype != dtype:
+        rest = (a - x.to(tl.float32)).to(dtype)
+        out = tl.dot(rest, tl.trans(y) if TURNED else y, out)
+    if b.dtype != dtype:
+        rest = (b - y.to(tl.float32)).to(dtype)
+        out = tl.dot(x, tl.trans(rest) if TURNED else rest, out)
+    return out
 
 
 @triton.jit

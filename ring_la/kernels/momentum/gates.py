@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.fenwick.device import node_at, rows_of, tile
-from ring_la.kernels.momentum.device import SIZES, chunk, kept, kept_turned, last, number, rates_at, sum_from
+from ring_la.kernels.momentum.device import SIZES, chunk, kept, kept_turned, last, number, rates_at, sharp, sum_from
 from ring_la.kernels.momentum.launches import ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
 
@@ -24,7 +24,7 @@ def put_gates(p, of_g, of_mu, of_beta, b, token, h, T, live, H: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def pairs_kernel(
     x, k, G, W, g, mu, beta, eta, table, rates, sums, out, T, R, scale, H: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EARLIER: tl.constexpr, PREC: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EARLIER: tl.constexpr,
 ):  # fmt: skip
     """What gates get from one kind of reads of one chunk (see `reads_kernel`)."""
     row, b, h, token, live = chunk(table, T, H, C)
@@ -33,10 +33,10 @@ def pairs_kernel(
     e = tl.arange(0, BV)
     grad = tile(rows_of(G, b, token, h, T, H, H, V), live, e, V)
     w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
-    met = tl.dot(grad, tl.trans(w), input_precision=PREC) * (number(eta, b, token, h, T, live, H) * -scale)[None, :]
+    met = sharp(grad, w, k.dtype.element_ty, True) * (number(eta, b, token, h, T, live, H) * -scale)[None, :]
     asks = tile(rows_of(x, b, token, h, T, H, H, K), live, d, K)
     keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)
-    met *= tl.dot(asks, tl.trans(keys), input_precision=PREC)
+    met *= tl.dot(asks, tl.trans(keys))
     dgamma = tl.where(t[:, None] > t[None, :] if EARLIER else t[:, None] >= t[None, :], met, 0.0)
     at = t + (2 * C if EARLIER else 4 * C)
     da = tl.load(rates_at(sums, b, row, h, R, H, C) + at)
@@ -47,9 +47,9 @@ def pairs_kernel(
     rate = number(beta, b, token, h, T, live, H)
     m = tl.exp(cm)
     turned = kept_turned(gate, c, t, EARLIER) * rate[:, None]
-    held = tl.dot(turned, dgamma, input_precision=PREC) * kept(cm, cm, t, False)
+    held = tl.dot(turned, dgamma) * kept(cm, cm, t, False)
     of_m = tl.sum(turned * db[None, :], 1) * m + tl.sum(held, 1) - tl.sum(held, 0)
-    dsteps = tl.dot(dgamma, kept_turned(cm, cm, t, False), input_precision=PREC) + db[:, None] * m[None, :]
+    dsteps = tl.dot(dgamma, kept_turned(cm, cm, t, False)) + db[:, None] * m[None, :]
     dsteps *= kept(gate, c, t, EARLIER)
     of_rate = tl.sum(dsteps, 0)
     behind = tl.sum(dsteps * rate[None, :], 1) + da * tl.load(rates_at(rates, b, row, h, R, H, C) + at)

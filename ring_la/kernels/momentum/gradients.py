@@ -10,15 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.fenwick.device import node_at, put, rows_of, tile
-from ring_la.kernels.momentum.device import SIZES, chunk, kept, kept_turned, last, number, rates_at
+from ring_la.kernels.momentum.device import SIZES, chunk, number, rates_at, sharp, square
 from ring_la.kernels.momentum.launches import ROWS, ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
 
 
 @triton.jit(do_not_specialize=SIZES)
 def reads_kernel(
-    x, k, G, W, g, mu, beta, eta, table, rates, Ss, Ms, DX, sums, T, R, scale, H: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EARLIER: tl.constexpr, PREC: tl.constexpr,
+    x, k, G, W, eta, table, squares, rates, Ss, Ms, DX, sums, T, R, scale, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EARLIER: tl.constexpr,
 ):  # fmt: skip
     """Gradients of what reads S after its token (EARLIER: before it), and of the a and b that it reads it with, of the
     gradient G of what is read, over the scale."""
@@ -29,31 +29,27 @@ def reads_kernel(
     at = t + (2 * C if EARLIER else 4 * C)
     said = rates_at(rates, b, row, h, R, H, C) + at
     into = rates_at(sums, b, row, h, R, H, C) + at
-    asks = tile(rows_of(x, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
     grad = tile(rows_of(G, b, token, h, T, H, H, V), live, e, V)
-    S = node_at(Ss, b, row, h, R, d, e, H, K, V)
-    y = tl.dot(grad, tl.trans(S), input_precision=PREC)
+    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
+    narrow = grad.to(k.dtype.element_ty)
+    gamma = tl.load(square(squares, 1 if EARLIER else 0, b, row, h, R, H, C))
+    gamma *= sharp(grad, w, narrow.dtype, True) * number(eta, b, token, h, T, live, H)[None, :]
+    dx = -sharp(gamma, tile(rows_of(k, b, token, h, T, H, H, K), live, d, K), narrow.dtype)
+    tl.debug_barrier()  # what follows is not begun before: registers are full
+    asks = tile(rows_of(x, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
+    y = tl.dot(narrow, tl.trans(node_at(Ss, b, row, h, R, d, e, H, K, V)))
     tl.store(into, tl.sum(asks * y, 1) * scale)
-    dx = y * tl.load(said)[:, None]
-    M = node_at(Ms, b, row, h, R, d, e, H, K, V)
-    y = tl.dot(grad, tl.trans(M), input_precision=PREC)
+    dx += y * tl.load(said)[:, None]
+    y = tl.dot(narrow, tl.trans(node_at(Ms, b, row, h, R, d, e, H, K, V)))
     tl.store(into + C, tl.sum(asks * y, 1) * -scale)
     dx -= y * tl.load(said + C)[:, None]
-    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
-    gate = number(g, b, token, h, T, live, H)
-    cm = tl.cumsum(number(mu, b, token, h, T, live, H), 0)
-    steps = kept(gate, tl.cumsum(gate, 0), t, EARLIER) * number(beta, b, token, h, T, live, H)[None, :]
-    gamma = tl.dot(steps, kept(cm, cm, t, False), input_precision=PREC)
-    gamma *= tl.dot(grad, tl.trans(w), input_precision=PREC) * number(eta, b, token, h, T, live, H)[None, :]
-    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)
-    dx -= tl.dot(gamma.to(keys.dtype), keys, input_precision=PREC)
     put(rows_of(DX, b, token, h, T, H, H, K), dx * scale, live, d, K)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def writes_kernel(
-    q, k, p, do, DV, W, g, mu, beta, eta, table, dSs, dMs, DK, deta, sums, T, R, scale, H: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr,
+    q, k, p, do, DV, W, eta, table, squares, rates, dSs, dMs, DK, deta, sums, T, R, scale, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dk and deta of one chunk, and the gradients of what its tokens weigh in the last S and M, times the weights of
     M."""
@@ -61,30 +57,26 @@ def writes_kernel(
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
-    gate = number(g, b, token, h, T, live, H)
-    c = tl.cumsum(gate, 0)
-    cm = tl.cumsum(number(mu, b, token, h, T, live, H), 0)
-    rate = number(beta, b, token, h, T, live, H)
     step = number(eta, b, token, h, T, live, H)
     w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
-    turned = kept_turned(cm, cm, t, False)
-    met = tl.dot(w, tl.trans(tile(rows_of(do, b, token, h, T, H, H, V), live, e, V)), input_precision=PREC)
-    met *= tl.dot(turned, kept_turned(gate, c, t, False) * rate[:, None], input_precision=PREC) * -scale
+    met = sharp(w, tile(rows_of(do, b, token, h, T, H, H, V), live, e, V), k.dtype.element_ty, True)
+    met *= tl.load(square(squares, 0, b, row, h, R, H, C, True)) * -scale
     asks = tile(rows_of(q, b, token, h, T, H, H, K), live, d, K)
-    dk = tl.dot(met.to(asks.dtype), asks, input_precision=PREC)
-    met = tl.dot(w, tl.trans(tile(rows_of(DV, b, token, h, T, H, H, V), live, e, V)), input_precision=PREC)
-    met *= tl.dot(turned, kept_turned(gate, c, t, True) * rate[:, None], input_precision=PREC)
+    dk = sharp(met, asks, asks.dtype)
+    met = sharp(w, tile(rows_of(DV, b, token, h, T, H, H, V), live, e, V), k.dtype.element_ty, True)
+    met *= tl.load(square(squares, 1, b, row, h, R, H, C, True))
     asks = tile(rows_of(p, b, token, h, T, H, H, K), live, d, K)
-    dk += tl.dot(met.to(asks.dtype), asks, input_precision=PREC)
+    dk += sharp(met, asks, asks.dtype)
     tl.debug_barrier()  # what follows is not begun before: registers are full
     keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
+    narrow = w.to(k.dtype.element_ty)
     into = rates_at(sums, b, row, h, R, H, C) + t
-    y = tl.dot(w, tl.trans(node_at(dSs, b, row, h, R, d, e, H, K, V)), input_precision=PREC)
+    y = tl.dot(narrow, tl.trans(node_at(dSs, b, row, h, R, d, e, H, K, V)))
     tl.store(into, tl.sum(keys * y, 1) * -step)
-    ended = tl.exp(last(c, t, C) - c) * rate
-    dk -= y * tl.sum(ended[:, None] * kept(cm, cm, t, False), 0)[:, None]
-    y = tl.dot(w, tl.trans(node_at(dMs, b, row, h, R, d, e, H, K, V)), input_precision=PREC)
-    to_M = tl.exp(last(cm, t, C) - cm)
+    said = rates_at(rates, b, row, h, R, H, C) + 7 * C + t
+    dk -= y * tl.load(said)[:, None]
+    y = tl.dot(narrow, tl.trans(node_at(dMs, b, row, h, R, d, e, H, K, V)))
+    to_M = tl.load(said + C)
     tl.store(into + C, tl.sum(keys * y, 1) * step * to_M)
     dk += y * to_M[:, None]
     put(rows_of(DK, b, token, h, T, H, H, K), dk * step[:, None], live, d, K)
@@ -98,7 +90,7 @@ def reads(
     dq, dp = call.tokens(call.K), call.tokens(call.K)
     for asks, grad, into, scale in ((x.q, do, dq, call.scale), (x.p, dv, dp, -1.0)):
         launch(
-            reads_kernel, (call.R, call.B * call.H), asks, x.k, grad, kept.w, x.g, x.mu, x.beta, x.eta, call.table,
+            reads_kernel, (call.R, call.B * call.H), asks, x.k, grad, kept.w, x.eta, call.table, kept.squares,
             kept.rates, kept.S, kept.M, into, sums, call.T, call.R, scale, EARLIER=into is dp, **call.chunks,
             num_stages=1,
         )  # fmt: skip
@@ -111,8 +103,8 @@ def writes(
     """dk, and deta in fp32. behind: gradients of S and M behind chunks."""
     dk, deta = call.tokens(call.K), x.eta.new_empty(x.eta.shape, dtype=call.wide)
     launch(
-        writes_kernel, (call.R, call.B * call.H), x.q, x.k, x.p, do, dv, kept.w, x.g, x.mu, x.beta, x.eta, call.table,
-        *behind, dk, deta, sums, call.T, call.R, call.scale, **call.chunks, num_stages=1,
+        writes_kernel, (call.R, call.B * call.H), x.q, x.k, x.p, do, dv, kept.w, x.eta, call.table,
+        kept.squares, kept.rates, *behind, dk, deta, sums, call.T, call.R, call.scale, **call.chunks, num_stages=1,
     )  # fmt: skip
     return dk, deta
 

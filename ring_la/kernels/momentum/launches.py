@@ -16,7 +16,7 @@ CHUNK = 64
 """Tokens a chunk."""
 COLUMNS = 32
 """Columns of the states that a walk's program has: four programs a head of 128 fill an H200 from 33 heads on."""
-ROWS = 8
+ROWS, SQUARES = 9, 3
 
 
 class Given(NamedTuple):
@@ -33,10 +33,10 @@ class Given(NamedTuple):
 
 
 class KeptMomentum(NamedTuple):
-    """What backward keeps: T less the identity ``[B, R, H, C, C]``, the chunks' numbers, w ``[B, T, H, V]``, and S and
-    M before each chunk ``[B, R, H, K, V]``."""
+    """What backward keeps: the chunks' squares ``[B, R, H, 3, C, C]``, their numbers, w ``[B, T, H, V]`` in fp32, and
+    S and M before each chunk ``[B, R, H, K, V]``."""
 
-    inverse: Tensor
+    squares: Tensor
     rates: Tensor
     w: Tensor
     S: Tensor
@@ -81,8 +81,7 @@ class ChunksCall:
 
     @property
     def constants(self) -> dict[str, Any]:
-        precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
-        return dict(H=self.H, K=self.K, V=self.V, BK=width(self.K), C=CHUNK, PREC=precision)
+        return dict(H=self.H, K=self.K, V=self.V, BK=width(self.K), C=CHUNK)
 
     @property
     def chunks(self) -> dict[str, Any]:
@@ -97,9 +96,9 @@ class ChunksCall:
     def walk_grid(self) -> tuple[int, int]:
         return -(-self.V // min(COLUMNS, width(self.V))), self.B * self.H * self.N
 
-    def tokens(self, *shape: int) -> Tensor:
+    def tokens(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Room for ``[B, T, H, …]``."""
-        return torch.empty(self.B, self.T, self.H, *shape, dtype=self.dtype, device=self.device)
+        return torch.empty(self.B, self.T, self.H, *shape, dtype=dtype or self.dtype, device=self.device)
 
     def nodes(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Room for ``[B, R, H, …]``."""

@@ -23,7 +23,7 @@ def place(documents, N, H: tl.constexpr, ROWED: tl.constexpr):
 
 
 @triton.jit
-def square(n, h, e, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
+def columns(n, h, e, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
     """(where columns e of a document's state are, which are there)."""
     d = tl.arange(0, BK)
     at = (n.to(tl.int64) * H + h) * K * V + d[:, None] * V + e[None, :]
@@ -34,14 +34,14 @@ def square(n, h, e, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.co
 def forwards_kernel(
     k, P1, P2, U, rates, S0, M0, documents, W, Ss, Ms, S_end, M_end, T, R, N, H: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, HAS_STATE: tl.constexpr,
-    ROWED: tl.constexpr, PREC: tl.constexpr,
+    ROWED: tl.constexpr,
 ):  # fmt: skip
     """w of all tokens, S and M before each chunk, and the last ones."""
     b, h, n, row, count, start, end = place(documents, N, H, ROWED)
     d = tl.arange(0, BK)
     t = tl.arange(0, C)
     e = tl.program_id(0) * BV + tl.arange(0, BV)
-    at, whole = square(n, h, e, H, K, V, BK)
+    at, whole = columns(n, h, e, H, K, V, BK)
     S = tl.zeros([BK, BV], tl.float32)
     M = tl.zeros([BK, BV], tl.float32)
     if HAS_STATE:
@@ -61,15 +61,15 @@ def forwards_kernel(
         tl.store(state_at(Ms, b, row + i, h, R, H, K * V) + inside, M_now, whole)
         x = tile(rows_of(P1, b, token, h, T, H, H, K), live, d, K)
         y = tile(rows_of(P2, b, token, h, T, H, H, K), live, d, K)
-        w = tl.dot(x, S_now, input_precision=PREC)
-        w = tl.dot(y, M_now, w, input_precision=PREC)
+        w = tl.dot(x, S_now)
+        w = tl.dot(y, M_now, w)
         w += tile(rows_of(U, b, token, h, T, H, H, V), live, e, V).to(tl.float32)
         put(rows_of(W, b, token, h, T, H, H, V), w, live, e, V)
         keys = tl.trans(tile(rows_of(k, b, token, h, T, H, H, K), live, d, K))
         to_S = (w * -tl.load(said + t)[:, None]).to(keys.dtype)
         to_M = (w * tl.load(said + C + t)[:, None]).to(keys.dtype)
-        S = tl.dot(keys, to_S, S * kept - M * mixed, input_precision=PREC)
-        M = tl.dot(keys, to_M, M * held, input_precision=PREC)
+        S = tl.dot(keys, to_S, S * kept - M * mixed)
+        M = tl.dot(keys, to_M, M * held)
     tl.store(S_end + at, S, whole)
     tl.store(M_end + at, M, whole)
 
@@ -78,14 +78,14 @@ def forwards_kernel(
 def backwards_kernel(
     q, p, do, E1, E2, DY, rates, dS_end, dM_end, documents, DV, dSs, dMs, dS0, dM0, T, R, N, scale, H: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, HAS_END: tl.constexpr,
-    ROWED: tl.constexpr, PREC: tl.constexpr,
+    ROWED: tl.constexpr,
 ):  # fmt: skip
     """dv of all tokens, dS and dM behind each chunk, and the gradients of the first states."""
     b, h, n, row, count, start, end = place(documents, N, H, ROWED)
     d = tl.arange(0, BK)
     t = tl.arange(0, C)
     e = tl.program_id(0) * BV + tl.arange(0, BV)
-    at, whole = square(n, h, e, H, K, V, BK)
+    at, whole = columns(n, h, e, H, K, V, BK)
     S = tl.zeros([BK, BV], tl.float32)
     M = tl.zeros([BK, BV], tl.float32)
     if HAS_END:
@@ -106,18 +106,18 @@ def backwards_kernel(
         tl.store(state_at(dMs, b, row + i, h, R, H, K * V) + inside, M_now, whole)
         x = tile(rows_of(E1, b, token, h, T, H, H, K), live, d, K)
         y = tile(rows_of(E2, b, token, h, T, H, H, K), live, d, K)
-        dy = tl.dot(x, S_now, input_precision=PREC)
-        dy = tl.dot(y, M_now, dy, input_precision=PREC)
+        dy = tl.dot(x, S_now)
+        dy = tl.dot(y, M_now, dy)
         dy += tile(rows_of(DY, b, token, h, T, H, H, V), live, e, V).to(tl.float32)
         put(rows_of(DV, b, token, h, T, H, H, V), -dy, live, e, V)
         asks = tl.trans(tile(rows_of(p, b, token, h, T, H, H, K), live, d, K))
         reads = tl.trans(tile(rows_of(q, b, token, h, T, H, H, K), live, d, K))
         grad = tile(rows_of(do, b, token, h, T, H, H, V), live, e, V).to(tl.float32) * scale
         M = M * held - S * mixed
-        S = tl.dot(asks, (dy * tl.load(said + 2 * C + t)[:, None]).to(asks.dtype), S * kept, input_precision=PREC)
-        S = tl.dot(reads, (grad * tl.load(said + 4 * C + t)[:, None]).to(asks.dtype), S, input_precision=PREC)
-        M = tl.dot(asks, (dy * -tl.load(said + 3 * C + t)[:, None]).to(asks.dtype), M, input_precision=PREC)
-        M = tl.dot(reads, (grad * -tl.load(said + 5 * C + t)[:, None]).to(asks.dtype), M, input_precision=PREC)
+        S = tl.dot(asks, (dy * tl.load(said + 2 * C + t)[:, None]).to(asks.dtype), S * kept)
+        S = tl.dot(reads, (grad * tl.load(said + 4 * C + t)[:, None]).to(asks.dtype), S)
+        M = tl.dot(asks, (dy * -tl.load(said + 3 * C + t)[:, None]).to(asks.dtype), M)
+        M = tl.dot(reads, (grad * -tl.load(said + 5 * C + t)[:, None]).to(asks.dtype), M)
     tl.store(dS0 + at, S, whole)
     tl.store(dM0 + at, M, whole)
 
@@ -126,7 +126,7 @@ def forwards(
     call: ChunksCall, k: Tensor, parts: tuple[Tensor, Tensor, Tensor], rates: Tensor, S: Tensor | None, M: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:
     """w, the states before chunks and those behind documents. parts: what w is, as `before_forwards` gives it."""
-    w, ends = call.tokens(call.V), call.states()
+    w, ends = call.tokens(call.V, dtype=call.wide), call.states()
     before = call.nodes(call.K, call.V), call.nodes(call.K, call.V)
     launch(
         forwards_kernel, call.walk_grid, k, *parts, rates, *filled(S, M, by=ends[0]), call.documents, w, *before,
@@ -140,7 +140,7 @@ def backwards(
     dM: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:  # fmt: skip
     """dv, the gradients of the states behind chunks, and those of the first ones. parts: what dy is."""
-    dv, starts = call.tokens(call.V), call.states()
+    dv, starts = call.tokens(call.V, dtype=call.wide), call.states()
     behind = call.nodes(call.K, call.V), call.nodes(call.K, call.V)
     launch(
         backwards_kernel, call.walk_grid, x.q, x.p, do, *parts, rates, *filled(dS, dM, by=starts[0]), call.documents,

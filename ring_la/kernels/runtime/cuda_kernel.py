@@ -73,6 +73,17 @@ class CudaKernel:
             observer.launched(loaded, (grid, 1, 1), arguments, stream)
 
 
+class ArgumentRoom:
+    """Where the driver reads a launch's arguments; what they were is copied before the launch returns."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = ctypes.create_string_buffer(size)
+        self._size = ctypes.c_size_t(size)
+        self.extra = (ctypes.c_void_p * 5)(
+            BUFFER_POINTER, ctypes.addressof(self.buffer), BUFFER_SIZE, ctypes.addressof(self._size), None
+        )
+
+
 class LoadedCudaKernel:
     """A kernel loaded on one device, launched as `CompiledKernel` is."""
 
@@ -80,6 +91,7 @@ class LoadedCudaKernel:
         self._kernel, self._function = kernel, ctypes.c_void_p(function)
         self._pack = struct.Struct("=" + kernel.arguments).pack_into
         self._size = struct.calcsize("=" + kernel.arguments)
+        self._rooms: list[ArgumentRoom] = []  # that no launch uses now: threads launch side by side
 
     def encoding(self) -> tuple[LoadedCudaKernel, dict[int, Callable[[Any], list[Any]]]]:
         """It takes no tensor descriptors."""
@@ -90,20 +102,25 @@ class LoadedCudaKernel:
         return [*grid, *[None] * (FIRST - STREAM), *args]
 
     def start(self, frame: list[Any]) -> None:
-        buffer = ctypes.create_string_buffer(self._size)
-        self._pack(buffer, 0, *frame[FIRST:])
-        size = ctypes.c_size_t(self._size)
-        extra = (ctypes.c_void_p * 5)(
-            BUFFER_POINTER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), None
-        )
-        stream = ctypes.c_void_p(frame[STREAM])
+        self._launch(*frame[: STREAM + 1], *frame[FIRST:])
+
+    def direct(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """As `CompiledKernel.direct`."""
+        return self._launch, ()
+
+    def _launch(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = ArgumentRoom(self._size)
+        self._pack(room.buffer, 0, *arguments)
         kernel = self._kernel
-        _check(
-            "cuLaunchKernel",
-            _driver().cuLaunchKernel(
-                self._function, *frame[:STREAM], kernel.threads, 1, 1, kernel.shared, stream, None, extra
-            ),
+        code = driver().cuLaunchKernel(
+            self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra
         )
+        self._rooms.append(room)
+        if code:
+            check_code("cuLaunchKernel", code)
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         frame = self.frame((grid, 1, 1), args)
@@ -212,8 +229,13 @@ def _nvrtc_version() -> str:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def driver() -> ctypes.CDLL:
+    """CUDA's driver."""
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    library.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer]
+    return library
 
 
 @functools.cache
@@ -222,18 +244,19 @@ def _loaded(kernel: CudaKernel, device: int) -> LoadedCudaKernel:
     major, minor = torch.cuda.get_device_capability(device)
     code = compiled(kernel, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
     torch.cuda.current_blas_handle()  # the device's context is there, and current in this thread
-    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check("cuModuleLoadData", driver.cuModuleLoadData(ctypes.byref(module), code))
-    _check("cuModuleGetFunction", driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()))
+    cuda, module, function = driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    check_code("cuModuleLoadData", cuda.cuModuleLoadData(ctypes.byref(module), code))
+    check_code("cuModuleGetFunction", cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()))
     for attribute, value in (
         (MAX_DYNAMIC_SHARED_SIZE, kernel.shared), (PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
     ):  # fmt: skip
-        _check("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, value))
+        check_code("cuFuncSetAttribute", cuda.cuFuncSetAttribute(function, attribute, value))
     return LoadedCudaKernel(kernel, function.value)
 
 
-def _check(call: str, code: int) -> None:
+def check_code(call: str, code: int) -> None:
+    """Raise what a call of the driver's has answered, if it failed."""
     if code:
         name = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(name))
+        driver().cuGetErrorString(code, ctypes.byref(name))
         raise RuntimeError(f"{call}: {(name.value or b'error').decode()} ({code})")

@@ -108,6 +108,7 @@ class Recorder(TorchDispatchMode):
         self._allocated: dict[int, _Allocated] = {}
         self._refused = False
         self._lasting: dict[int, Tensor] = {}
+        self._device = "cpu"
 
     def __enter__(self) -> Recorder:
         self._token = observing.set(self)  # type: ignore[arg-type]
@@ -119,6 +120,7 @@ class Recorder(TorchDispatchMode):
 
     def bring(self, x: Tensor) -> int:
         """A tensor of the caller; the numbers are those `Playback.bring` gives."""
+        self._device = x.device.type
         return self._number(x)
 
     def outlived(self, tensors: Sequence[Tensor]) -> None:
@@ -212,15 +214,18 @@ class Recorder(TorchDispatchMode):
             if n in used or a.storage.cdata in storages or (a.died is None and not last)
         }  # fmt: skip
         parts = {n: a for n, a in allocated.items() if n not in whole}
-        scratch = self._buffer({n: a for n, a in parts.items() if a.died is not None}, len(events))
-        lasting = self._buffer({n: a for n, a in parts.items() if a.died is None}, len(events))
+        brief = {n: a for n, a in parts.items() if a.died is not None}
+        if len(brief) < len(parts):  # after the last step, when all goes soon: one allocation
+            brief = {}
+        scratch = self._buffer(brief, len(events))
+        lasting = self._buffer({n: a for n, a in parts.items() if n not in brief}, len(events))
         alive = set(self._numbers.values())
         work = self._work(events, _Numbers(numbers, used, alive))
         made = whole | {n for e in operations for n in e.numbers if n}
         dead = tuple(n for n in made if n not in alive) + tuple(n for n, _ in scratch)
         room = [(n, allocated[n].shape, _strides(allocated[n].shape), allocated[n].dtype) for n in sorted(whole)]
         room += [(n, (size,), (1,), torch.uint8) for n, size in (*scratch, *lasting)]
-        return Tape(self._next, tuple(room), work, dead, numbers)
+        return Tape(self._next, tuple(room), work, dead, numbers, self._device)
 
     def _buffer(self, parts: dict[int, _Allocated], end: int) -> list[tuple[int, int]]:
         """The number and bytes of a buffer that holds these tensors, if there are any."""

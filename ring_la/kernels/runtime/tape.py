@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ from ring_la.kernels.runtime.triton_version import (
     InterpretedKernel,
     TensorDescriptor,
     current_stream,
+    watched,
 )
+from ring_la.kernels.runtime.written import Written, function_of
 
 MAPS = 64
 """Encoded descriptors of one argument of a launch that are kept."""
@@ -139,6 +142,9 @@ class TapedLaunch(NamedTuple):
         frame[STREAM] = playing.stream if self.stream is None else self.stream.cuda_stream
         self.how.start(frame)
 
+    def write(self, written: Written) -> None:
+        written.launch(self)
+
 
 class TapedInterpretedLaunch(NamedTuple):
     """A launch of Triton's interpreter."""
@@ -150,6 +156,9 @@ class TapedInterpretedLaunch(NamedTuple):
     def play(self, playing: Playback) -> None:
         self.how(self.grid, [_filled(x, playing) for x in self.args])
 
+    def write(self, written: Written) -> None:
+        written.other(self)
+
 
 class TapedOrder(NamedTuple):
     """Streams put in order."""
@@ -158,6 +167,9 @@ class TapedOrder(NamedTuple):
 
     def play(self, playing: Playback) -> None:
         self.step()
+
+    def write(self, written: Written) -> None:
+        written.other(self)
 
 
 class TapedOperation(NamedTuple):
@@ -174,12 +186,17 @@ class TapedOperation(NamedTuple):
             if number:
                 playing.put(number, x)
 
+    def write(self, written: Written) -> None:
+        written.other(self)
 
-class Tape(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class Tape:
     """The work of one step of a call.
 
     `end` is the first number beyond its tensors; `room` are those allocated (number, shape, strides, dtype), bytes
-    holding many parts; `dead` are those nobody needs after it; `returned` is its result.
+    holding many parts; `dead` are those nobody needs after it; `returned` is its result; `device` is the kind of device
+    they are on.
     """
 
     end: int
@@ -187,6 +204,7 @@ class Tape(NamedTuple):
     work: tuple[TapedLaunch | TapedInterpretedLaunch | TapedOrder | TapedOperation, ...]
     dead: tuple[int, ...]
     returned: tuple[int, ...]
+    device: str
 
     def play(self, playing: Playback) -> list[Tensor | None]:
         """Do it on what `playing` holds."""
@@ -199,16 +217,26 @@ class Tape(NamedTuple):
         new = self.end - len(tensors)
         tensors.extend([None] * new)
         bases.extend([0] * new)
-        empty = playing.like.new_empty_strided  # half the host's time of torch.empty
-        for number, shape, strides, dtype in self.room:
-            tensors[number] = x = empty(shape, strides, dtype=dtype)
-            bases[number] = x.data_ptr()
-        for one in self.work:
-            one.play(playing)
+        if watched():
+            self._step_by_step(playing)
+        else:
+            self._written(playing)
         out = [tensors[number] for number in self.returned]
         for number in self.dead:
             tensors[number] = None
         return out
+
+    @cached_property
+    def _written(self) -> Callable[[Playback], None]:
+        """Its allocations and work as one function, once it is played."""
+        return function_of(self.room, self.work, self.device)
+
+    def _step_by_step(self, playing: Playback) -> None:
+        """The same, one launch after the other by `CompiledKernel.start`, which tells profilers."""
+        for number, shape, strides, dtype in self.room:
+            playing.put(number, playing.like.new_empty_strided(shape, strides, dtype=dtype))
+        for one in self.work:
+            one.play(playing)
 
 
 class StepRecord:

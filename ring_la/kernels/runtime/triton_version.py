@@ -34,6 +34,11 @@ PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 STREAM, FIRST = 3, 9
 """Where in a launcher's frame the stream stands, and where the kernel's own arguments begin."""
 
+OF_LAUNCHERS = (
+    "launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size",
+)  # fmt: skip
+"""What Triton's launcher (3.5, 3.6) hands on to the one compiled for a kernel."""
+
 UNWRAPPED = "tensordesc_indices", "tensordesc_meta", "launcher"
 """What Triton's launcher knows of descriptors (3.5 to 3.7): which arguments they are, how each is encoded, and what
 launches without encoding."""
@@ -171,17 +176,33 @@ class CompiledKernel:
 
     def start(self, frame: list[Any]) -> None:
         """Launch it. Profilers' launch hooks are called as ever."""
-        hook = knobs.runtime.launch_enter_hook
-        if getattr(hook, "calls", hook):
+        if watched():
             metadata = self._kernel.launch_metadata(tuple(frame[:STREAM]), frame[STREAM], *frame[FIRST:])
-            frame[FIRST - 3 : FIRST] = metadata, hook, knobs.runtime.launch_exit_hook
+            frame[FIRST - 3 : FIRST] = metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         self._run(*frame)
+
+    def direct(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """What launches it on (grid, stream, the second of these, what stands from `FIRST` on in a frame), where nobody
+        watches (`watched`). In Triton 3.5 and 3.6, of kernels without scratch memory, that is the launcher compiled
+        for the kernel; elsewhere what stands before it."""
+        run = self._run
+        known = triton.__version__.startswith(("3.5.", "3.6.")) and all(hasattr(run, name) for name in OF_LAUNCHERS)
+        if not known or run.global_scratch_size or run.profile_scratch_size:
+            return run, (self._function, self._metadata, None, None, None)
+        flags = run.launch_cooperative_grid, run.launch_pdl
+        return run.launch, (self._function, *flags, None, None, self._metadata, None, None, None)
 
     def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]) -> None:
         """Launch it on addresses and sizes."""
         frame = self.frame(grid, args)
         frame[STREAM] = stream
         self.start(frame)
+
+
+def watched() -> bool:
+    """Whether a profiler wants to hear of launches."""
+    hook = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
 
 
 def current_stream(device: int) -> int:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST = 128 * 128
-"""Numbers of a head's state that a program's registers have room for."""
+LARGEST = 128
+"""Channels of a head whose state a program's registers have room for."""
 
 
 class Weights(NamedTuple):
@@ -26,11 +26,8 @@ class Weights(NamedTuple):
 
 def fits(x: Tensor, state: Tensor) -> bool:
     """Whether the kernel takes tokens like x with such a state."""
-    sizes = 1
-    for n in state.shape[-2:]:
-        sizes *= max(16, 1 << (n - 1).bit_length())
     narrow = state.dtype == torch.float32 and x.dtype != torch.float64
-    return narrow and sizes <= LARGEST and state.is_contiguous()
+    return narrow and max(state.shape[-2:]) <= LARGEST and state.is_contiguous()
 
 
 def gated_delta_token(

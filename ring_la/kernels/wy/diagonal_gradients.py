@@ -254,15 +254,16 @@ def diagonal_gradients(
     plan: SpanPlan, inputs: Inputs, products: ChunkProducts, do: Tensor, chunks: ChunkStates, back: ChunkAdjoints | None
 ) -> Inputs:
     """The gradients of every chunk's inputs, all chunks at once: those of one reference, then those of levels. back:
-    None: that of q alone (not of a rule that erases)."""
+    None: that of q alone (not of a rule that erases); the kernel with levels makes the others for nothing, since ptxas
+    12.8 has it read a register that nothing wrote where they are left out."""
     (B, T, H, HK, K, V), how, x = plan.sizes, plan.pick(GRADIENT_DIAGONAL), products.saved
     delta, full = plan.rule.write != "additive", plan.dtype == torch.float32
     da = plan.tokens(K) if plan.rule.write == "erase" and back is not None else None
     q, k, v = inputs.qkv
     dq = plan.new(B, T, H, K, dtype=q.dtype)
-    dk, dg = (None, None) if back is None else (plan.tokens(K), torch.empty_like(inputs.g))
+    dk, dg = plan.tokens(K), torch.empty_like(inputs.g)
     dr, adjoints = (chunks.u, chunks.states) if back is None else (back.dr, back.adjoints)  # or read, but for nothing
-    dbeta = plan.new(B, T, H) if delta and back is not None else None
+    dbeta = plan.new(B, T, H) if delta else None
     for levelled in (False, True):
         launch(
             gradient_kernel, (plan.chunk_count, plan.rows),
@@ -273,7 +274,8 @@ def diagonal_gradients(
             plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K, V=V,
             BK=max(32, min(how.block, width(K))), BV=min(64, width(V)) if full else width(V), C=plan.chunk,
             LEVELS=level_count(plan), LEVELLED=levelled, DELTA=delta, ERASE=da is not None,
-            QUERIES=back is None, PREC=plan.precision, VARLEN=plan.packed, **how.options,
+            QUERIES=back is None and not levelled, PREC=plan.precision, VARLEN=plan.packed, **how.options,
         )  # fmt: skip
-    dv = None if back is None else value_gradient(plan, inputs, back.dr)
-    return Inputs(dq, dk, dv, dg, dbeta, da)
+    if back is None:
+        return Inputs(dq, None, None)
+    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, dbeta, da)

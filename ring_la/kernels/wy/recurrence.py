@@ -27,9 +27,6 @@ from ring_la.kernels.wy.products import as_they_are, scalar_products
 from ring_la.kernels.wy.saved import ChunkProducts, ChunkStates, SavedProducts, WYBack, WYMaps, WYSaved
 from ring_la.kernels.wy.weigh import weighed_again
 
-QUERIES_ALONE = False
-"""Whether kernels leave out all gradients but that of q where it alone is wanted: GPUs have not run that yet."""
-
 
 @dataclass(frozen=True)
 class WYRecurrence:
@@ -106,12 +103,7 @@ class WYRecurrence:
         border: Border | None = None,
     ) -> InputGradients:
         plan, saved, dS_end = self.plan, WYSaved.of(backward.saved), self.plan.state(dS_end)
-        if (
-            QUERIES_ALONE
-            and backward.queries
-            and plan.rule.decay == "diagonal"
-            and plan.rule.write in ("additive", "delta")
-        ):
+        if backward.queries and plan.rule.decay == "diagonal" and plan.rule.write in ("additive", "delta"):
             return self._queries(backward)
         if border is not None:
             found = self._maps_back(backward, True)

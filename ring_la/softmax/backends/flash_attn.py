@@ -50,10 +50,7 @@ class FlashAttnPackage(VarlenBackend):
         return self._repeatable or torch.are_deterministic_algorithms_enabled()
 
     def unsupported(self, ask: Ask) -> str:
-        why = super().unsupported(ask)
-        if why or installed(self.module):
-            return why
-        return f"{self.module} is not installed"
+        return super().unsupported(ask) or missing(self.module)
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
@@ -242,12 +239,15 @@ def _room_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def installed(module: str) -> bool:
-    """Whether a module can be imported."""
+def missing(module: str) -> str:
+    """Why a module cannot be imported, or ""."""
     try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        there = find_spec(module) is not None
+    except ModuleNotFoundError as e:  # of the package above it, or of what that imports
+        if e.name is not None and e.name.partition(".")[0] != module.partition(".")[0]:
+            return f"{module} cannot be imported: {e.name} is not installed"
+        there = False
+    return "" if there else f"{module} is not installed"
 
 
 def _sides(window: Window) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ...errors import UnsupportedError
 from ..geometry import Tile
 from ..scores import Scores
 from .backend import Ask, QueryRows, TileBackend
-from .flash_attn import installed
+from .flash_attn import missing
 from .varlen import HALVES
 
 
@@ -33,7 +33,7 @@ class SageAttention(TileBackend):
             return f"it needs fp16 or bf16, not {ask.dtype}"
         if ask.width > 128:
             return f"it needs K up to 128, not {ask.width}"
-        return super().unsupported(ask) or ("" if installed(self.module) else f"{self.module} is not installed")
+        return super().unsupported(ask) or missing(self.module)
 
     def suits(self, ask: Ask) -> bool:
         return False

@@ -83,6 +83,14 @@ def fibo() -> tuple[nn.Module, dict[str, object]]:
     return model, inputs | dict(text_encoder_layers=[draw(B, TEXT, 10) for _ in range(3)])
 
 
+def fibo_masked() -> tuple[nn.Module, dict[str, object]]:
+    """As the pipeline gives its mask."""
+    model, inputs = fibo()
+    mask = torch.ones(B, TEXT + 15, dtype=torch.bool)
+    mask[0, 3:TEXT] = False
+    return model, inputs | dict(joint_attention_kwargs=dict(attention_mask=mask[:, None, None]))
+
+
 def fibo2() -> tuple[nn.Module, dict[str, object]]:
     sizes = dict(in_channels=4, dim=48, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=12)
     gist = dict(min_num_gist_tokens=2, max_num_gist_tokens=6, gist_step=2, gist_min_text_len=2, gist_max_text_len=8)
@@ -185,6 +193,12 @@ def chroma() -> tuple[nn.Module, dict[str, object]]:
     mask = torch.ones(B, TEXT + 15, dtype=torch.bool)
     mask[0, 3:TEXT] = False
     return model, inputs | dict(attention_mask=mask)
+
+
+def chroma_raised() -> tuple[nn.Module, dict[str, object]]:
+    """As the pipeline gives its mask, whose products the library adds to the scores."""
+    model, inputs = chroma()
+    return model, inputs | dict(attention_mask=inputs["attention_mask"].double())
 
 
 def cogview(kind: type, **more: object) -> tuple[nn.Module, dict[str, object]]:
@@ -291,6 +305,7 @@ JOINT_CASES: dict[str, Case] = {
     "flux2": flux2,
     "flux3": flux3,
     "fibo": fibo,
+    "fibo, masked": fibo_masked,
     "fibo 2": fibo2,
     "sd3": sd3,
     "qwen": lambda: qwen(False),
@@ -302,6 +317,7 @@ JOINT_CASES: dict[str, Case] = {
     "longcat": lambda: flux_like(LongCatImageTransformer2DModel, pooled_projection_dim=6),
     "ovis": lambda: flux_like(OvisImageTransformer2DModel, out_channels=4),
     "chroma": chroma,
+    "chroma, raised": chroma_raised,
     "cogview3": lambda: cogview(CogView3PlusTransformer2DModel),
     "cogview4": lambda: cogview(CogView4Transformer2DModel, rope_axes_dim=(8, 8)),
     "auraflow": auraflow,

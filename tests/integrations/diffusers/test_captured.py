@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("diffusers")
 
 import ring_la
-from ring_la.integrations.diffusers import parallelize
+from ring_la.integrations.diffusers import parallelize, restore
 from tests.support.pool import group
 from tests.support.step_graphs import Repeating, standing
 
@@ -16,7 +16,7 @@ from .models import make
 
 
 def check_denoising(rank: int) -> None:
-    """Another time of every call, and a weight that is replaced."""
+    """Another time of every call, a weight that is replaced, and the way back, which gives the graphs' memory up."""
     model, inputs = make("flux")
     inputs = {n: x.detach() for n, x in inputs.items()}
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
@@ -28,7 +28,10 @@ def check_denoising(rank: int) -> None:
         model.proj_out.weight = torch.nn.Parameter(2 * model.proj_out.weight)  # another kind of call
         for _ in range(5):
             model(**inputs)
-        assert model._ring_la_captured.step.graphs == 2
+        step = model._ring_la_captured.step
+        assert step.graphs == 2
+        restore(model)
+        assert step.graphs == 0
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs)
 

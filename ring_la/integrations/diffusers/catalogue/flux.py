@@ -76,9 +76,9 @@ def step_layers(embedding: str, name: str) -> StepPlan:
     return StepPlan(embedding, {both[0]: ("norm1.linear", "norm1_context.linear"), both[1]: ("norm.linear",)})
 
 
-def _like_flux(processor: str, keywords: str) -> BlockPlan:
-    """Both kinds of Flux's blocks, under other names."""
-    arguments = BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), keywords: SAME}
+def _like_flux(processor: str, keywords: str, given: KeyMask | None = SAME) -> BlockPlan:
+    """Both kinds of Flux's blocks, under other names; `given`: what stands in `keywords`."""
+    arguments = BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), keywords: given}
     return BlockPlan(arguments, {"attn": AttentionPlan(FRONT, (processor,))}, wide=WideLayer())
 
 
@@ -93,10 +93,11 @@ def _flux_family(name: str, keywords: str, *inputs: str, embedding: str = "") ->
     return replace(plan, steps=step_layers(embedding, name)) if embedding else plan
 
 
+_KEYWORDS = "joint_attention_kwargs"
 _chroma = {
     "temb": SAME,
     "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
-    "attention_mask": KeyMask(FRONT),
+    "attention_mask": KeyMask(FRONT, raises=True),
     "joint_attention_kwargs": SAME,
 }
 _chroma_attention = {"attn": AttentionPlan(FRONT, ("FluxAttnProcessor",))}
@@ -141,19 +142,21 @@ FLUXES: Mapping[str, ModelPlan] = {
             "single_transformer_blocks": "BriaFiboSingleTransformerBlock",
         },
         {
-            "BriaFiboTransformerBlock": _like_flux("BriaFiboAttnProcessor", "joint_attention_kwargs"),
+            "BriaFiboTransformerBlock": _like_flux(
+                "BriaFiboAttnProcessor", _KEYWORDS, KeyMask(FRONT, within="attention_mask")
+            ),
             "BriaFiboSingleTransformerBlock": BlockPlan(
                 {
                     "hidden_states": TokenRows(FRONT),
                     "temb": SAME,
                     "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
-                    "joint_attention_kwargs": SAME,
+                    "joint_attention_kwargs": KeyMask(FRONT, within="attention_mask"),
                 },
                 {"attn": AttentionPlan(FRONT, ("BriaAttnProcessor",))},
                 wide=WideLayer(),
             ),
         },
-        (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", "guidance"),
+        (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", *("guidance", _KEYWORDS)),
         outputs={"context_embedder": {0: TokenRows(TEXT)}, "caption_projection": {0: TokenRows(TEXT)}},
     ),
     "ChromaTransformer2DModel": ModelPlan(

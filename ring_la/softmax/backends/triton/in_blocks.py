@@ -1,18 +1,20 @@
 """Our kernels with the same bits however a sequence is split: `Canonical` in few launches.
 
-The side that a row sums over stands in blocks of 64 at fixed places of its documents, filled up with rows of
-nobody, and is met first blocks first, each under its mask. To a row a block that it does not see is an
-exact nothing, so that rows of any other place, document or rank may lie in its tile.
+The side that a row sums over stands in blocks, a tile each, at fixed places of its documents, filled up with rows of
+nobody: keys are met first blocks first, queries last blocks first. To a row a block that it does not see is an exact
+nothing, so that rows of any other place, document or rank may lie in its tile.
+
+Blocks that a whole tile sees need no mask as long as none that needs one comes before them, and have the same bits
+without it: nothing is contracted (``enable_fp_fusion``), which a select in between would prevent.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....context import CANONICAL_CHUNK
 from ...geometry import Pair, Tokens, once
 from ...geometry.fixed import NOBODY
 from ...merging import Partial, row_sums
@@ -20,8 +22,9 @@ from ...merging.parts import dense
 from ...scores import Scores
 from ..backend import Ask, QueryRows
 from ..canonical import Canonical
+from . import table
 from .backend import TritonBackend
-from .launch import General
+from .launch import General, padded
 from .plan import TileLists, meet
 from .table import TileSettings
 
@@ -32,56 +35,78 @@ BACKWARD_QUERIES = {64: TileSettings(64, 64, 4, 3), 128: TileSettings(64, 64, 4,
 
 
 class RowsInBlocks(NamedTuple):
-    """Rows in blocks at fixed places: how they stand, and which row is at each place (None: they stand so already)."""
+    """Rows in blocks at fixed places.
+
+    Attributes:
+        tokens: how they stand, those of nobody in no document.
+        filled: the same, those of nobody in the document of their block.
+        source: which row is at each place; None: they stand so already. nobody: whether none is.
+    """
 
     tokens: Tokens
+    filled: Tokens
     source: Tensor | None
+    nobody: Tensor | None
 
     def fill(self, x: Tensor, dim: int = 1) -> Tensor:
         """`x` at the blocks' places, with any row where nobody is."""
         return x if self.source is None else x.index_select(dim, self.source)
 
+    def fill_lse(self, lse: Tensor) -> Tensor:
+        """``lse [B, H, T]`` at the blocks' places, and such that rows of nobody see nothing."""
+        return lse if self.nobody is None else self.fill(lse, 2).masked_fill_(self.nobody, torch.inf)
 
-def in_blocks(tokens: Tokens) -> RowsInBlocks:
-    """The rows by document and position, made once; empty where there are none."""
-    return tokens.kept(in_blocks, lambda: _in_blocks(tokens))
+
+def in_blocks(tokens: Tokens, size: int) -> RowsInBlocks:
+    """The rows by document and position in blocks of that size, made once; empty where there are none."""
+    return tokens.kept(in_blocks, lambda: _in_blocks(tokens, size), size)
 
 
-def _in_blocks(tokens: Tokens) -> RowsInBlocks:
+def _in_blocks(tokens: Tokens, size: int) -> RowsInBlocks:
     position, document, index = (x.cpu() for x in (tokens.positions, tokens.documents, tokens.index))
-    number = torch.div(position, CANONICAL_CHUNK, rounding_mode="floor")
+    number = torch.div(position, size, rounding_mode="floor")
     which, block_of = torch.unique(torch.stack([document, number]), dim=1, return_inverse=True)
-    places = block_of * CANONICAL_CHUNK + position - number * CANONICAL_CHUNK
+    places = block_of * size + position - number * size
     if torch.equal(places, torch.arange(len(places))):
-        return RowsInBlocks(tokens, None)
-    length, device = which.shape[1] * CANONICAL_CHUNK, tokens.device
-    at = (which[1] * CANONICAL_CHUNK)[:, None] + torch.arange(CANONICAL_CHUNK)
+        return RowsInBlocks(tokens, tokens, None, None)
+    length, device = which.shape[1] * size, tokens.device
+    at = (which[1] * size)[:, None] + torch.arange(size)
     of, stands, source = (torch.full((length,), x) for x in (NOBODY, 0, 0))
     of[places], stands[places], source[places] = document, index, torch.arange(len(places))
-    filled = Tokens(None, length, device, (at.flatten().to(device), of.to(device)))
-    filled.index = stands.to(device)
-    return RowsInBlocks(filled, source.to(device))
+    everyone = which[0].repeat_interleave(size)
+    own, filled = (Tokens(None, length, device, (at.flatten().to(device), d.to(device))) for d in (of, everyone))
+    own.index = filled.index = stands.to(device)
+    return RowsInBlocks(own, filled, source.to(device), (of == NOBODY).to(device))
 
 
 @once
 def _of_queries(pair: Pair, bm: int, bn: int) -> TileLists:
-    return _lists(meet(pair, bm, bn)[0])
+    return _lists(*meet(pair, bm, bn))
 
 
 @once
 def _of_keys(pair: Pair, bm: int, bn: int) -> TileLists:
-    return _lists(meet(pair, bm, bn)[0].T)
+    seen, whole = (x.T.flip(1) for x in meet(pair, bm, bn))
+    found = _lists(seen, whole)
+    return found._replace(tiles=seen.shape[1] - 1 - found.tiles)
 
 
-def _lists(seen: Tensor) -> TileLists:
-    """Tiles that may be seen, first ones first, all under their mask."""
-    order = torch.argsort((~seen).to(torch.int8), dim=1, stable=True).to(torch.int32).contiguous()
-    counts = torch.stack([torch.zeros_like(seen[:, 0], dtype=torch.int64), seen.sum(1)], 1)
-    return TileLists(order, counts.to(torch.int32).contiguous())
+def _lists(seen: Tensor, whole: Tensor) -> TileLists:
+    """Tiles that may be seen, first ones first; those that are seen whole, as far as none that is not comes before."""
+    order = torch.argsort((~seen).to(torch.int8), dim=1, stable=True)
+    first = whole.gather(1, order).to(torch.int64).cumprod(1).sum(1)
+    counts = torch.stack([first, seen.sum(1)], 1)
+    return TileLists(order.to(torch.int32).contiguous(), counts.to(torch.int32).contiguous())
+
+
+def _tile(settings: dict[int, TileSettings], q: Tensor, v: Tensor) -> TileSettings:
+    return table.settings(settings, padded(max(q.shape[3], v.shape[3])), q.dtype)
 
 
 class InBlocks(General):
     """Launches over tiles of one side, of which each meets the other's blocks in order."""
+
+    options: ClassVar[dict[str, Any]] = dict(enable_fp_fusion=False)
 
     def of_queries(self, how: TileSettings) -> TileLists:
         return _of_queries(self.pair, how.rows, how.keys)
@@ -99,7 +124,7 @@ class CanonicalTriton(Canonical):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import kernels
 
-        keys = in_blocks(pair.keys)
+        keys = in_blocks(pair.keys, _tile(FORWARD, q, v).keys)
         q, k, v = dense(q), dense(keys.fill(k)), dense(keys.fill(v))
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -112,7 +137,7 @@ class CanonicalTriton(Canonical):
         from . import kernels
 
         assert x.delta is not None
-        keys = in_blocks(pair.keys)
+        keys = in_blocks(pair.keys, _tile(BACKWARD_QUERIES, x.q, v).keys)
         q, do, k, v = dense(x.q), dense(x.do), dense(keys.fill(k)), dense(keys.fill(v))
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
         if q.numel() and k.numel():
@@ -126,12 +151,12 @@ class CanonicalTriton(Canonical):
         from . import kernels
 
         assert x.delta is not None
-        rows = in_blocks(pair.rows)
+        rows = in_blocks(pair.rows, _tile(BACKWARD_KEYS, x.q, v).rows)
         q, do, k, v = dense(rows.fill(x.q)), dense(rows.fill(x.do)), dense(k), dense(v)
         dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (k, v))
         if q.numel() and k.numel():
-            met = InBlocks(scores, Pair(rows.tokens, pair.keys, pair.reach), q, k, v, do)
-            inputs = q, k, v, do, *(rows.fill(t, 2).contiguous() for t in (x.lse, x.delta))
+            met = InBlocks(scores, Pair(rows.filled, pair.keys, pair.reach), q, k, v, do)
+            inputs = q, k, v, do, rows.fill_lse(x.lse).contiguous(), rows.fill(x.delta, 2).contiguous()
             met.over_keys(kernels.backward_keys, BACKWARD_KEYS, *inputs, dk, dv, *filled(None, by=dk))
         return dk, dv
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ class BlockCall:
 
 class General(BlockCall):
     """The kernels of every score (`kernels`)."""
+
+    options: ClassVar[dict[str, Any]] = {}
+    """Of Triton's compiler."""
 
     def forward(self, o: Tensor, lse: Tensor) -> None:
         """Write o and lse."""
@@ -120,7 +123,7 @@ class General(BlockCall):
             BM=how.rows, BN=how.keys, **self.shared,
             CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
             LEFT=s.left is not None, RIGHT=s.right is not None,
-            num_warps=how.warps, num_stages=how.stages, tensors="any",
+            num_warps=how.warps, num_stages=how.stages, tensors="any", **self.options,
         )  # fmt: skip
 
     def _common(self, lists: plan.TileLists) -> list:

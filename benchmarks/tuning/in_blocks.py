@@ -1,0 +1,60 @@
+"""Time launch settings of deterministic softmax attention on a GPU: `python -m benchmarks.tuning.in_blocks`.
+
+hybrid_1b's heads (20 of 128 channels, 4 key heads), one causal document, bf16; ms of forward, dq, and dk and dv. A tile
+of the far side is a block: 64 or 128 rows, or what a multiple of a document's borders allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.tuning.fixed import milliseconds
+from ring_la.softmax.backends.backend import QueryRows
+from ring_la.softmax.backends.triton import CanonicalTriton, in_blocks
+from ring_la.softmax.backends.triton.table import TileSettings
+from ring_la.softmax.geometry import Pair, Tokens
+from ring_la.softmax.merging import Partial
+from ring_la.softmax.scores import Scores
+
+NEAR_FAR = ((64, 64), (128, 64), (128, 128), (64, 128))
+HOW = ((4, 2), (8, 2), (8, 3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--only", default="", help="FORWARD, BACKWARD_QUERIES or BACKWARD_KEYS")
+    options = parser.parse_args()
+    T, device, backend = options.tokens, torch.device("cuda"), CanonicalTriton()
+    q, do = (torch.randn(1, T, 20, 128, device=device).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, T, 4, 128, device=device).bfloat16() for _ in range(2))
+    tokens, scores = Tokens.whole(T, device), Scores(128**-0.5, right=0)
+    pair, out = Pair(tokens, tokens, scores.reach), Partial(q.shape, q.dtype, device)
+    backend.forward(q, k, v, scores, pair, out)
+    o, lse = out.result()
+    x = QueryRows(q, o, do, lse, backend.row_sums(do, o, None, tokens))
+    calls = {
+        "FORWARD": lambda: backend.forward(q, k, v, scores, pair, Partial(q.shape, q.dtype, device)),
+        "BACKWARD_QUERIES": lambda: backend.query_gradients(x, k, v, scores, pair),
+        "BACKWARD_KEYS": lambda: backend.key_gradients(x, k, v, scores, pair),
+    }
+    for name, call in calls.items():
+        if options.only not in name:
+            continue
+        table = getattr(in_blocks, name)
+        chosen = table[128]
+        for near, far in NEAR_FAR:
+            for warps, stages in HOW:
+                rows, keys = (far, near) if name == "BACKWARD_KEYS" else (near, far)
+                table[128] = TileSettings(rows, keys, warps, stages)
+                try:
+                    print(f"{name:17} {tuple(table[128])} {milliseconds(call):.3f}", flush=True)
+                except Exception as error:
+                    print(f"{name:17} {tuple(table[128])} {type(error).__name__}", flush=True)
+        table[128] = chosen
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What no sum of GROUP blocks' products ``dyᵀ x`` exceeds, from norms of columns, in any order of the blocks.
+
+By Cauchy and Schwarz such a sum is below ``√Σ‖dy‖² · √Σ‖x‖²`` over its blocks, and so below ``b_y · b_x`` with
+
+    b = min(√GROUP · m, √Σ‖·‖²),      m the largest norm of a block, the sum over all blocks of all ranks.
+
+The sum is taken of ``‖·‖²/m²`` rounded up to 2⁻²⁰, which whole numbers hold. Either b may be the smaller one: many
+blocks alike, or one beside which the others are small.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.kernels.fixed.grid import power_above
+from ring_la.kernels.fixed.product import unit_of
+from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.spans.table import cdiv
+
+BLOCK, GROUP = 64, 128
+"""Tokens of a block, and blocks that are added before a sum is read off."""
+WIDE, WARPS, MANY = 128, 4, 16
+"""Columns of a program, its warps, and of sums over blocks how many it meets at a time."""
+ROOT = tl.constexpr(11.32)
+"""Above √GROUP."""
+
+
+class Bounds(NamedTuple):
+    """Of all ranks' blocks: m ``[C]`` fp32 and the sum ``[C]`` fp64, of dy's N columns and, from `behind` on, x's."""
+
+    norms: Tensor
+    shares: Tensor
+    behind: int
+
+
+@triton.jit
+def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr):
+    """Bounds of the norms of a block's columns; inf where one is not finite."""
+    start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
+    t, d = start + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
+    at = t.to(tl.int64)[:, None] * D + d[None, :]
+    y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
+    norm = tl.sqrt(tl.sum(y * y, 0)) * (1.01 * 2.0**-30)
+    tl.store(out + d, tl.where(norm < float("inf"), norm, float("inf")), d < D)  # a NaN, too
+
+
+@triton.jit(do_not_specialize=("N", "K", "BEHIND", "C"))
+def norms_kernel(
+    dy, x, places, out, N, K, BEHIND, C, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):
+    """Of both, a row of ``out [blocks, C]`` for each block."""
+    N *= UN
+    K *= UK
+    tiles = (N + BD - 1) // BD
+    tile = tl.program_id(1)
+    out += tl.program_id(0).to(tl.int64) * C
+    if tile < tiles:
+        block_norms(dy, places, out, tile, N, BT, BD)
+    else:
+        block_norms(x, places, out + BEHIND, tile - tiles, K, BT, BD)
+
+
+@triton.jit(do_not_specialize=("COUNT", "C"))
+def shares_kernel(norms, largest, out, COUNT, C, BR: tl.constexpr, BD: tl.constexpr):
+    """``Σ ⌈2²⁰ (norm / largest)²⌉`` over COUNT rows of norms."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m = tl.load(largest + d, d < C, other=0.0)
+    m = tl.where((m > 0) & (m < float("inf")), m, 1.0)[None, :]
+    total = tl.zeros([BD], tl.int64)
+    for first in range(0, COUNT, BR):
+        i = first + tl.arange(0, BR)
+        live = (i < COUNT)[:, None] & (d < C)[None, :]
+        share = tl.load(norms + i.to(tl.int64)[:, None] * C + d[None, :], live, other=0.0) / m
+        share = tl.where(share <= 1.0, share, 1.0)
+        total += tl.sum(tl.ceil(share * share * 2.0**20).to(tl.int64), 0)
+    tl.store(out + d, total.to(tl.float64), d < C)
+
+
+@triton.jit
+def bound_above(norms, shares, at, mask):
+    """A power of two above b, as `power_above` has it."""
+    m = tl.load(norms + at, mask, other=1.0)
+    root = tl.sqrt((tl.load(shares + at, mask, other=1.0) * 2.0**-20).to(tl.float32))
+    return power_above(m * tl.minimum(root, ROOT))
+
+
+def norms_of_blocks(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
+    """Bounds of the norms of all columns of blocks of ``dy [rows, N]``, and from the place returned on of
+    ``x [rows, K]``: fp32 ``[blocks, C]``; inf where one is not finite. places: int32 ``[blocks, 2]``."""
+    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
+    behind = cdiv(N, 4) * 4  # on a boundary of 16 bytes
+    out = torch.empty(len(places), behind + cdiv(K, 4) * 4, device=x.device)
+    un, uk = unit_of(N), unit_of(K)
+    if behind != N or K % 4:
+        out.zero_()
+    if len(places):
+        launch(
+            norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, N // un, K // uk,
+            behind, out.shape[1], UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=WARPS,
+        )  # fmt: skip
+    return out, behind
+
+
+def largest_norms(norms: Tensor) -> Tensor:
+    """m of these blocks, ``[C]``."""
+    return norms.amax(0) if len(norms) else norms.new_zeros(norms.shape[1])
+
+
+def shares_of(norms: Tensor, largest: Tensor) -> Tensor:
+    """The sum of shares of these blocks, whole numbers in fp64 ``[C]``; largest: m of all ranks."""
+    out = torch.empty(norms.shape[1], dtype=torch.float64, device=norms.device)
+    launch(
+        shares_kernel, (cdiv(norms.shape[1], WIDE),), norms, largest, out, len(norms), norms.shape[1],
+        BR=MANY, BD=WIDE, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def bounds_of(dy: Tensor, x: Tensor, places: Tensor) -> Bounds:
+    """`Bounds` where these blocks are all there are."""
+    norms, behind = norms_of_blocks(dy, x, places)
+    largest = largest_norms(norms)
+    return Bounds(largest, shares_of(norms, largest), behind)
