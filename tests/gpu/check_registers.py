@@ -241,8 +241,8 @@ def main() -> None:
                 over = binary.metadata.shared > SHARED[args.arch] * 1024
                 bad += over
                 if over or args.show:
-                    what = "BAD" if over else "ok ", case.rule, f"{case.K}x{case.V}", kernel.__name__
-                    print(*what, constants, f"shared {binary.metadata.shared}", flush=True)
+                    what = "BAD" if over else "ok ", name, kernel.__name__, constants
+                    print(*what, f"shared {binary.metadata.shared}", flush=True)
                 continue
             sass = disassembled(binary.asm["cubin"], "nvdisasm", "-c")
             found = unwritten(sass)
