@@ -38,7 +38,6 @@ from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
 from ring_la.kernels.scalar_decay import operands
 from ring_la.kernels.spans import plan, table
-from ring_la.kernels.wy import recurrence as wy
 from tests.gpu.test_triton import cases
 from tests.support.triton_cases import RULES, Case
 
@@ -161,8 +160,7 @@ def launches(rules: list[str]) -> Iterator[tuple[str, list]]:
 
 
 def prepare(arch: int = 90) -> None:
-    """Small inputs take the ways of large ones, and of an H200 or another; what is switched off is searched, too."""
-    wy.QUERIES_ALONE = True
+    """Small inputs take the ways of large ones, and of an H200 or another GPU."""
     table.LEAST_CHUNKS, table.SAVED_WEIGHED, plan.hopper = 1, 0, lambda device: arch == 90
     plan.little_shared, operands._copies = lambda device: SHARED[arch] < 128, lambda device: arch >= 90
 
@@ -243,8 +241,8 @@ def main() -> None:
                 over = binary.metadata.shared > SHARED[args.arch] * 1024
                 bad += over
                 if over or args.show:
-                    what = "BAD" if over else "ok ", name, kernel.__name__
-                    print(*what, constants, f"shared {binary.metadata.shared}", flush=True)
+                    what = "BAD" if over else "ok ", name, kernel.__name__, constants
+                    print(*what, f"shared {binary.metadata.shared}", flush=True)
                 continue
             sass = disassembled(binary.asm["cubin"], "nvdisasm", "-c")
             found = unwritten(sass)

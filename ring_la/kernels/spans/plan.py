@@ -187,8 +187,8 @@ class SpanPlan:
         return dataclasses.replace(found, stages=1, registers=0) if self.rule.write == "dplr" else found
 
     def fitting(self, how: Tiling) -> Tiling:
-        """`how`, with a stage less where there is little shared memory."""
-        return dataclasses.replace(how, stages=max(1, how.stages - 1)) if little_shared(self.device) else how
+        """`how`, with half the stages where there is little shared memory."""
+        return dataclasses.replace(how, stages=max(1, how.stages // 2)) if little_shared(self.device) else how
 
     # -- tensors -------------------------------------------------------------------------------------------
 
