@@ -69,10 +69,9 @@ def attention(tokens: int) -> dict[str, Any]:
     row: dict[str, Any] = {"op": "attention", "channels": 128, "tokens": tokens}
     row["forward"] = measured(lambda: ring_la.attention(q, k, v, causal=True).o)
     row["forward, gradients"] = measured(lambda: ring_la.attention(*wanting, causal=True).o)
-    turned = [t.transpose(1, 2) for t in (q, k, v)]
-    row["torch"] = microseconds(lambda: F.scaled_dot_product_attention(*turned, is_causal=True))
-    turned = [t.transpose(1, 2) for t in wanting]
-    row["torch, gradients"] = microseconds(lambda: F.scaled_dot_product_attention(*turned, is_causal=True))
+    for way, given in (("torch", [q, k, v]), ("torch, gradients", wanting)):
+        tq, tk, tv = (t.transpose(1, 2) for t in given)
+        row[way] = microseconds(lambda: F.scaled_dot_product_attention(tq, tk, tv, is_causal=True))  # noqa: B023
     return row
 
 
