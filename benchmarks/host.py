@@ -94,7 +94,7 @@ def drawn(name: str, shape: dict[str, int] = SHAPE) -> dict[str, torch.Tensor]:
 def operation(name: str) -> Callable[..., torch.Tensor]:
     """The output of an operator."""
     function, keywords = FORMS.get(name, (name, {}))
-    return lambda **x: getattr(ring_la, function)(**x, **keywords).o
+    return lambda **x: getattr(ring_la, function)(**keywords | x).o
 
 
 def measured(op: Callable[..., torch.Tensor], x: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -53,8 +53,11 @@ def operator(name: str, channels: int, tokens: int) -> dict[str, Any]:
     x = drawn(name, dict(B=1, T=tokens, Hk=HEADS, H=HEADS, K=channels, V=channels))
     op, leaves = operation(name), with_gradients(x)
     row: dict[str, Any] = {"op": name, "channels": channels, "tokens": tokens}
+    want = op(**{n: t.float() for n, t in x.items()}, backend="torch")
     row["forward"] = measured(lambda: op(**x))
     row["forward, gradients"] = measured(lambda: op(**leaves))
+    played = op(**x).float()
+    row["error"] = round(float((played - want).norm() / want.norm()), 5)
     do = torch.randn_like(op(**x))
     whole = lambda: torch.autograd.grad(op(**leaves), list(leaves.values()), do)  # noqa: E731
     row["both"] = measured(whole)
