@@ -51,6 +51,8 @@ def with_gradients(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def operator(name: str, channels: int, tokens: int) -> dict[str, Any]:
     """Of one recurrence."""
     x = drawn(name, dict(B=1, T=tokens, Hk=HEADS, H=HEADS, K=channels, V=channels))
+    if "k" in x:  # a delta rule grows without end by keys that are longer
+        x["k"] = F.normalize(x["k"], dim=-1)
     op, leaves = operation(name), with_gradients(x)
     row: dict[str, Any] = {"op": name, "channels": channels, "tokens": tokens}
     want = op(**{n: t.float() for n, t in x.items()}, backend="torch")
