@@ -246,3 +246,22 @@ def check_best_keys(rank: int, P: int) -> bool:
 @pytest.mark.parametrize("P", [1, 3])
 def test_blocks_by_their_best_key_are_the_loop(ranks, P):
     assert all(ranks.run(P, check_best_keys, P))
+
+
+def test_a_choice_in_8_bits_has_the_scores_of_the_loop_to_8_bits():
+    """e4m3 rounds to one part in 16, half of it either way, so that sums of products are off by 4 % at most."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, w = (torch.randn(1, 200, *s, generator=rng) for s in ((4, 48), (48,), (4,)))
+    got, want = (lightning_index(q, k, w, 200, fp8=fp8).scores[:, 100:] for fp8 in (True, False))
+    got, want = (x.where(x.isfinite(), 0.0) for x in (got, want))
+    assert 0 < (got - want).norm() < 0.04 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(dict(fp8=1), "fp8"), (dict(fp8=True), "fp8"), (dict(backend="flash"), "backend")]
+)
+def test_what_a_choice_does_not_take_is_named(change, name):
+    """Numbers of 64 bits are not rounded to 8."""
+    x = draw()
+    with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: "):
+        lightning_index(x["q"], x["k"], x["w"], TOPK, **change)

@@ -30,14 +30,7 @@ from ..options import need_gpus
 from ..sparse import choose
 
 LONG, SHORT, TOPK = 131_072, 16_384, 2048
-STAY: tuple[dict[str, int], ...] = (
-    {},
-    dict(num_stages=2),
-    dict(BM=128, num_warps=8),
-    dict(SPAN=64),
-    dict(BN=128, num_stages=2),
-    dict(BN=32),
-)
+STAY: tuple[dict[str, int], ...] = ({}, dict(BN=32))
 LOSS: tuple[dict[str, int], ...] = (
     {},
     dict(num_stages=1),

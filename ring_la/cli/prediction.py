@@ -162,10 +162,7 @@ def local(setting: Setting, block: BlockWork, tokens: float) -> float:
         mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
         again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
     else:
-        seen = pairs(setting.length, block.window) / setting.length  # keys of a query, in the mean; two products
-        operations = 4 * tokens * seen * block.heads * block.K
-        rows = tokens if block.window < 0 else min(tokens, block.window + 1)
-        mixing, again = (rates.attention(operations, way, rows, block.K) for way in (backward, False))
+        mixing, again = (attended(setting, block, tokens, way) for way in (backward, False))
     if not backward:
         return products + AGAIN * moved + again
     seconds = products + PASSES * moved + mixing
@@ -175,6 +172,19 @@ def local(setting: Setting, block: BlockWork, tokens: float) -> float:
         seconds += shares / (block.layer_saved + block.mlp_saved) * (products / 3 + AGAIN * moved)
         seconds += layer * (0.0 if setting.keep_attention and not block.recurrence else again)
     return seconds
+
+
+def attended(setting: Setting, block: BlockWork, tokens: float, backward: bool) -> float:
+    """Seconds of one block's softmax attention; of chosen keys with the choice and, backward, the indexer's loss."""
+    rates = setting.rates
+    seen = pairs(setting.length, block.window) / setting.length  # keys of a query, in the mean
+    if not block.chosen:
+        operations = 4 * tokens * seen * block.heads * block.K  # two products
+        rows = tokens if block.window < 0 else min(tokens, block.window + 1)
+        return rates.attention(operations, backward, rows, block.K)
+    width, read = block.kv / 2, tokens * pairs(setting.length, block.chosen - 1) / setting.length
+    seconds = rates.chosen(read, width, block.heads, backward) + rates.index(tokens * seen, *block.indexed)
+    return seconds + (rates.index_loss(read, width, block.indexed[1]) if backward else 0.0)
 
 
 def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:

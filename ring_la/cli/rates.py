@@ -18,6 +18,14 @@ WIDTH = 128
 SHORT, LONG, GAIN = 8192, 262144, 0.145
 """Softmax attention over blocks of SHORT tokens, as rates are measured, and over blocks of LONG, so much faster: what
 the runs of whole models in docs/users/guides/planning.md took beyond the rest of a step."""
+CHOSEN = 2.8e12, 1.9e12
+"""Bytes a second of attention to chosen latents, forward and of both passes: 2 bytes a number that is read, 8 with the
+fp32 sums of the gradients; one H200, 16 heads (docs/notebook/2026-11-23-chosen-sorted.md)."""
+AT_ONCE = 16
+"""Query heads that read a latent together."""
+INDEX, LOSS = 4.0e14, 3.4e12
+"""Operations a second of an indexer's scores, and bytes a second of its loss, likewise counted
+(docs/notebook/2026-11-23-chosen-index.md)."""
 WIDE = (1.44, 0.92)
 """Speed of cuDNN at heads of 256 channels beside the rates of WIDTH, forward and backward: by one profile of 32,768
 tokens on an H200, causal (docs/notebook/2026-11-23-models-of-real-size.md). At 16,384 tokens they give 16.1 ms, and
@@ -70,6 +78,20 @@ class Rates:
         except (OSError, ValueError, KeyError, TypeError) as error:
             expected = "a bench_scan.json that `ring-la bench scan` wrote"
             raise ArgumentError("--rates", expected, f"{path} ({type(error).__name__}: {error})") from error
+
+    def chosen(self, keys: float, width: float, heads: int, backward: bool) -> float:
+        """Seconds of attention to so many chosen latents, of all queries together, of `width` numbers."""
+        scale = self.copy / H200.copy
+        return keys * width * (8 if backward else 2) * math.ceil(heads / AT_ONCE) / (CHOSEN[backward] * scale)
+
+    def index(self, pairs: float, heads: int, channels: int) -> float:
+        """Seconds of the scores of so many queries and keys."""
+        return 2 * pairs * heads * channels / (INDEX * self.matmul / H200.matmul)
+
+    def index_loss(self, keys: float, width: float, channels: int) -> float:
+        """Seconds of an indexer's loss with its gradients, of as many chosen keys as `chosen`: latents and index keys
+        are read twice, gradients of index keys added once."""
+        return keys * (4 * (width + channels) + 4 * channels) / (LOSS * self.copy / H200.copy)
 
     def recurrence(self, name: str, token_heads: float, K: int, V: int, backward: bool) -> float:
         """Seconds of a recurrence on one device; work grows with K·V."""

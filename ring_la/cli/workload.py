@@ -49,6 +49,7 @@ class BlockWork:
         recurrence: name in `TRANSITIONS`; "" for attention.
         heads, K, V: of the state; of attention, query heads and their width twice (of latents, the mean of K and V).
         kv: bytes of keys and values, or of the latent, a token (attention). window: earlier keys a query sees, −1: all.
+        chosen: keys that a query picks of all; 0: none are picked. indexed: heads and channels of its indexer.
         experts: parameters of stacked experts. routed: bytes a token brings to its experts on other ranks, one way.
     """
 
@@ -66,6 +67,8 @@ class BlockWork:
     experts: int = 0
     routed: int = 0
     window: int = -1
+    chosen: int = 0
+    indexed: tuple[int, int] = (0, 0)
 
     @property
     def saved(self) -> float:
@@ -122,8 +125,8 @@ def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
     else:
         mlp = _saved(block.mlp, config.dim)
     layer, norm = block.layer, _saved(block.layer_norm, config.dim)
-    if isinstance(layer, (NativeSparseAttention, DeepSeekSparseAttention, MixtureOfBlockAttention)):
-        raise UnsupportedError("layers", "layers whose rates were measured", repr(name), "Chosen keys have none yet")
+    if isinstance(layer, (NativeSparseAttention, MixtureOfBlockAttention)):
+        raise UnsupportedError("layers", "layers whose rates were measured", repr(name), "Chosen blocks have none yet")
     if isinstance(layer, Attention):
         heads, width = layer.num_heads, layer.widths[0] // layer.num_heads
         saved = 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
@@ -136,10 +139,18 @@ def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
         down = 0 if layer.q_down is None else 2 * layer.q_proj.in_features  # before and after its norm
         saved = 2 * (config.dim + down + 2 * heads * K + 2 * latent + heads * V)
         width = (K + V) // 2
-        return BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, 2 * latent)
+        own = BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, 2 * latent)
+        return _choosing(layer, own) if isinstance(layer, DeepSeekSparseAttention) else own
     x = torch.empty(1, 1, config.dim, device="meta", dtype=torch.bfloat16)
     _, heads, K, V = layer(x, output_state=True).state.recurrent.shape
     return BlockWork(name, parameters, multiplied, _saved(layer, config.dim), mlp, norm, RECURRENCES[name], heads, K, V)
+
+
+def _choosing(layer: DeepSeekSparseAttention, own: BlockWork) -> BlockWork:
+    """The same with an indexer, of which the choice and the gradients of its loss are kept."""
+    heads, D = layer.indexer.heads, layer.indexer.k_norm.normalized_shape[0]
+    saved = own.layer_saved + 4 * layer.topk + 4 * (heads + 1) * D
+    return replace(own, layer_saved=saved, chosen=layer.topk, indexed=(heads, D))
 
 
 def _saved(module: nn.Module, dim: int) -> float:

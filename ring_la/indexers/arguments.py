@@ -116,8 +116,14 @@ def check_loss(
     check_scale(scale)
     if backend not in (None, "torch", "triton"):
         raise ArgumentError("backend", "None, torch or triton", repr(backend))
-    half = all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, attention_q))
-    sizes = max(q.shape[2], attention_q.shape[2]) <= 64 and q.shape[3] <= 128 and K <= 576
-    if backend == "triton" and not (triton_installed() and half and sizes and attention_k.shape[2] == 1):
+    if backend == "triton" and not loss_in_one_kernel(q, attention_q, attention_k):
         what = "Triton, 16-bit numbers, at most 64 heads, channels up to 128 and 576, and one head of attention_k"
         raise UnsupportedError("backend", what, repr(backend), "'torch' does it")
+
+
+def loss_in_one_kernel(q: Tensor, attention_q: Tensor, attention_k: Tensor) -> bool:
+    """Whether the indexer's loss has a kernel for such tensors."""
+    half = all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, attention_q))
+    heads = max(q.shape[2], attention_q.shape[2])
+    sizes = heads <= 64 and q.shape[3] <= 128 and attention_q.shape[3] <= 576
+    return triton_installed() and half and sizes and attention_k.shape[2] == 1

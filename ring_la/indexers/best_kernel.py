@@ -23,7 +23,7 @@ MOST = 4096
 """The largest choice that a program sorts; larger ones PyTorch does."""
 LOWEST = tl.constexpr(-2147483648)
 LAST = tl.constexpr(2147483647)
-LOWEST_SCORE = -2139095041
+LOWEST_SCORE = tl.constexpr(-2139095041)
 """−∞ as `ordered` has it."""
 
 
@@ -49,16 +49,33 @@ def counted(KEYS, PLACES, count, key, place, ABOVE: tl.constexpr, BN: tl.constex
 
 
 @triton.jit
-def cut(KEYS, PLACES, count, topk, BN: tl.constexpr):
-    """Leave a list's topk best. Returns the topk-th best's key, found bit by bit; of those equal to it the first by
-    place stay."""
+def edge_of(KEYS, count, topk, R: tl.constexpr, BN: tl.constexpr):
+    """A key that at least `topk` of a list reach, bit by bit: the topk-th best's, or the first that just so many do.
+    Lists of up to R are read once."""
+    least, above, step = tl.full((), LOWEST, tl.int64), topk + 1, 0
+    if count <= R:
+        j = tl.arange(0, R)
+        keys = tl.load(KEYS + j, mask=j < count, other=LOWEST)
+        while (step < 32) & (above != topk):
+            trial = least + (tl.full((), 1, tl.int64) << (31 - step))
+            found = tl.sum((keys >= trial.to(tl.int32)).to(tl.int32), 0)
+            least, above = tl.where(found >= topk, trial, least), tl.where(found >= topk, found, above)
+            step += 1
+    else:
+        while (step < 32) & (above != topk):
+            trial = least + (tl.full((), 1, tl.int64) << (31 - step))
+            found = counted(KEYS, KEYS, count, trial.to(tl.int32), 0, True, BN)
+            least, above = tl.where(found >= topk, trial, least), tl.where(found >= topk, found, above)
+            step += 1
+    return least.to(tl.int32)
+
+
+@triton.jit
+def cut(KEYS, PLACES, count, topk, R: tl.constexpr, BN: tl.constexpr):
+    """Leave a list's topk best. Returns a key that none of them is below and that none that comes later and counts
+    equals; of those equal to it the first by place stay."""
     tl.debug_barrier()  # what other threads have written is there
-    least = tl.full((), LOWEST, tl.int64)
-    for step in range(32):
-        trial = least + (tl.full((), 1, tl.int64) << (31 - step))
-        above = counted(KEYS, PLACES, count, trial.to(tl.int32), 0, True, BN)
-        least = tl.where(above >= topk, trial, least)
-    edge = least.to(tl.int32)
+    edge = edge_of(KEYS, count, topk, R, BN)
     equal = counted(KEYS, PLACES, count, edge, LAST, False, BN)
     wanted = topk - (counted(KEYS, PLACES, count, edge, 0, True, BN) - equal)
     last = tl.full((), LAST, tl.int32)
@@ -83,19 +100,20 @@ def cut(KEYS, PLACES, count, topk, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("most", "topk"))
-def trim(KEYS, PLACES, COUNT, LEAST, most, topk, C: tl.constexpr, BN: tl.constexpr):
+def trim(KEYS, PLACES, COUNT, LEAST, most, topk, C: tl.constexpr, R: tl.constexpr, BN: tl.constexpr):
     """Cut lists of more than `most`."""
     row = tl.program_id(0)
     count = tl.load(COUNT + row)
     if count > most:
-        edge = cut(KEYS + row.to(tl.int64) * C, PLACES + row.to(tl.int64) * C, count, topk, BN)
+        edge = cut(KEYS + row.to(tl.int64) * C, PLACES + row.to(tl.int64) * C, count, topk, R, BN)
         tl.store(COUNT + row, topk)
         tl.store(LEAST + row, edge)
 
 
 @triton.jit(do_not_specialize=("T", "m", "first", "topk"))
 def read(
-    S, KEYS, PLACES, COUNT, LEAST, T, m, first, topk, heads, s_b, s_t, s_h, BN: tl.constexpr, C: tl.constexpr
+    S, KEYS, PLACES, COUNT, LEAST, T, m, first, topk, heads, s_b, s_t, s_h,
+    BN: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Put scores ``[B, T, heads, m]`` of the keys from `first` on into lists ``[B · T · heads, C]``."""
     row = tl.program_id(0)
@@ -113,7 +131,7 @@ def read(
         found = tl.sum(new.to(tl.int32), 0)
         if found > 0:
             if count + found > C:
-                least = cut(KEYS, PLACES, count, topk, BN)
+                least = cut(KEYS, PLACES, count, topk, R, BN)
                 count = topk
                 new = key > least
                 found = tl.sum(new.to(tl.int32), 0)
@@ -128,7 +146,7 @@ def read(
 @triton.jit(do_not_specialize=("T", "topk"))
 def sort(
     KEYS, PLACES, COUNT, SCORES, CHOSEN, T, topk, heads, o_b, o_t,
-    BN: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    BN: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The topk best of each list, the best first, into ``[B, T, heads, topk]``; −∞ and −1 where there are fewer."""
     row = tl.program_id(0)
@@ -137,7 +155,7 @@ def sort(
     PLACES += row.to(tl.int64) * C
     count = tl.load(COUNT + row)
     if count > topk:
-        cut(KEYS, PLACES, count, topk, BN)
+        cut(KEYS, PLACES, count, topk, R, BN)
         count = topk
     j = tl.arange(0, K)
     key = tl.load(KEYS + j, mask=j < count, other=LOWEST).to(tl.int64)
@@ -146,8 +164,9 @@ def sort(
     key, place = (both >> 32).to(tl.int32), (0x7FFFFFFF - (both & 0x7FFFFFFF)).to(tl.int32)
     score = ordered(key).to(tl.float32, bitcast=True)
     at = b * o_b + t.to(tl.int64) * o_t + h * topk + j
-    tl.store(SCORES + at, tl.where(j < count, score, -float("inf")), mask=j < topk)
-    tl.store(CHOSEN + at, tl.where(j < count, place, -1), mask=j < topk)
+    there = (j < count) & (key > LOWEST_SCORE)
+    tl.store(SCORES + at, tl.where(there, score, -float("inf")), mask=j < topk)
+    tl.store(CHOSEN + at, tl.where(there, place, -1), mask=j < topk)
 
 
 class BestLists:
@@ -173,7 +192,7 @@ class BestLists:
     def clear(self) -> None:
         """Nothing has come yet."""
         self.count.zero_()
-        self.least.fill_(LOWEST_SCORE)
+        self.least.fill_(LOWEST_SCORE.value)
 
     def add(self, s: Tensor, first: int) -> None:
         """Scores ``[B, T, heads, m]`` of the keys from `first` on; −∞: not to be chosen."""
@@ -181,15 +200,20 @@ class BestLists:
         _, T, heads, m = s.shape
         launch(
             read, (len(self.count),), s, self.keys, self.places, self.count, self.least, T, m, first, self._topk,
-            heads, *s.stride()[:3], BN=BLOCK, C=self.room, num_warps=4, tensors="any",
+            heads, *s.stride()[:3], BN=BLOCK, C=self.room, R=4 * self._padded, num_warps=4, tensors="any",
         )  # fmt: skip
 
-    def trim(self, most: int | None = None) -> None:
-        """Cut lists of more than `most` to the best; None: of so many that there is no room for `more`."""
-        most = 2 * self._padded if most is None else most
+    def trim(self, most: int | None = None, full: bool = False) -> None:
+        """Cut lists of more than `most` to the best; None: of so many that what has come since makes a difference.
+
+        Args:
+            full: all lists are.
+        """
+        most = 3 * self._padded // 2 if most is None else most
+        held = int(triton.next_power_of_2(self.room)) // 2 if full else 4 * self._padded
         launch(
             trim, (len(self.count),), self.keys, self.places, self.count, self.least, most, self._topk,
-            C=self.room, BN=BLOCK, num_warps=4, tensors="any",
+            C=self.room, R=held, BN=BLOCK, num_warps=8 if held > 8192 else 4, tensors="any",
         )  # fmt: skip
 
     def write(self, places: Tensor, scores: Tensor) -> None:
@@ -199,8 +223,8 @@ class BestLists:
         _, T, heads = self._shape
         launch(
             sort, (len(self.count),), self.keys, self.places, self.count, scores, places, T, self._topk, heads,
-            *places.stride()[:2], BN=BLOCK, K=self._padded, C=self.room, num_warps=4 if self._padded <= 2048 else 8,
-            tensors="any",
+            *places.stride()[:2], BN=BLOCK, K=self._padded, C=self.room, R=4 * self._padded,
+            num_warps=4 if self._padded <= 2048 else 8, tensors="any",
         )  # fmt: skip
 
     def _write_sorted(self, places: Tensor, scores: Tensor) -> None:
@@ -211,6 +235,7 @@ class BestLists:
         both = (self.keys[:, :n].long() << 32) | (0x7FFFFFFF - self.places[:, :n])
         both = both.masked_fill_(~there, torch.iinfo(torch.int64).min).sort(-1, descending=True).values
         key, shape = (both >> 32).int(), (*self._shape, n)
+        there = key > LOWEST_SCORE.value
         found = (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
         scores[..., :n] = found.masked_fill_(~there, -torch.inf).view(shape)
         places[..., :n] = (0x7FFFFFFF - (both & 0x7FFFFFFF)).int().masked_fill_(~there, -1).view(shape)

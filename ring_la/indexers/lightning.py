@@ -25,7 +25,7 @@ from ..errors import SecondDerivativeError
 from ..kernels.choice import triton_installed
 from ..schemas import declared
 from ..softmax.products import product
-from .arguments import Given, check_choice, check_loss, checked
+from .arguments import Given, check_choice, check_loss, checked, loss_in_one_kernel
 from .chosen import Chosen, Rows, best, empty_choice
 from .eight_bits import eight_bits
 
@@ -139,8 +139,9 @@ def lightning_loss(
         attention_q: ``[B, T, H, K]``. attention_k: ``[B, T, Hk, K]``; of latents ``[B, T, 1, L + R]`` and queries taken
             to them. scale: of attention; None: K**-0.5.
         layout, cu_seqlens: as `lightning_index`.
-        backend: None or "torch", or "triton", one kernel on CUDA for 16-bit numbers and one head of attention's keys,
-            of which nothing gathered is written down; gradients of k are summed in an order that varies.
+        backend: "torch", or "triton", one kernel on CUDA for 16-bit numbers and one head of attention's keys,
+            of which nothing gathered is written down; gradients of k are summed in an order that varies. None:
+            "triton" on GPUs where it can.
 
     Returns:
         A scalar, fp32 (fp64 for fp64). Over the group its sum is that of one process; gradients of k are whole on the
@@ -169,7 +170,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows, backend: str | None):
-        loss, *found = _formed_by(backend)(q, k, w, chosen, attention_q, attention_k, scale, rows)
+        loss, *found = _formed_by(backend, q, attention_q, attention_k)(
+            q, k, w, chosen, attention_q, attention_k, scale, rows
+        )
         ctx.save_for_backward(*found)
         return loss
 
@@ -195,9 +198,11 @@ class LossArguments(NamedTuple):
     backend: str | None
 
 
-def _formed_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _formed_by(
+    backend: str | None, q: Tensor, attention_q: Tensor, attention_k: Tensor
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """What forms the loss and its gradients."""
-    if backend == "triton":
+    if backend == "triton" or (backend is None and q.is_cuda and loss_in_one_kernel(q, attention_q, attention_k)):
         from .loss_kernel import with_gradients  # needs Triton
 
         return with_gradients
@@ -206,7 +211,9 @@ def _formed_by(backend: str | None) -> Callable[..., tuple[Tensor, Tensor, Tenso
 
 def _formed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = LossArguments(*arguments)
-    return _formed_by(x.backend)(*x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens))
+    return _formed_by(x.backend, x.q, x.attention_q, x.attention_k)(
+        *x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens)
+    )
 
 
 _loss = torch.library.custom_op(

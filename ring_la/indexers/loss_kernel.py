@@ -1,8 +1,7 @@
 """The lightning indexer's loss and its gradients in one kernel, a program a query, which goes through its chosen keys
 twice: first for the denominators of attention's and of the index's softmax, then for the loss and the gradients.
 
-Nothing that is gathered is written down. Gradients of index keys are summed by atomics, in an order that varies. Right
-in Triton's interpreter; it has not run on a GPU.
+Nothing that is gathered is written down. Gradients of index keys are summed by atomics, in an order that varies.
 """
 
 from __future__ import annotations

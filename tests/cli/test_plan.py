@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_la.cli import plan, prediction
+from ring_la.cli import plan, prediction, rates
 from ring_la.cli.cluster import Cluster
 from ring_la.cli.main import main
 from ring_la.cli.rates import DEVICES, H200, SHEETS, Rates
@@ -24,9 +24,10 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, Attention
 from ring_la.scan import Chain, CostModel
 from ring_la.scan.auto import Line
+from ring_la.training.flops import pairs
 from tests.support.train_example import example
 
-UNRATED = ("nsa", "dsa", "moba")
+UNRATED = ("nsa", "moba")
 
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Line(1e-5, 3e11), Line(2e-5, 4.5e10)
@@ -101,7 +102,7 @@ def test_a_layer_s_parameters_and_work_are_counted(name):
     assert block.saved > 4 * 32
     if issubclass(LAYERS[name], Attention):
         assert (block.recurrence, block.heads, block.K, block.kv) == ("", 2, 16, 2 * 2 * 32)
-    elif name == "mla":
+    elif name in ("mla", "dsa"):
         assert (block.recurrence, block.heads, block.K, block.kv) == ("", 2, 20, 2 * (64 + 8))
     else:
         state = model.blocks[0].layer(torch.randn(1, 2, 32), output_state=True).state.recurrent
@@ -113,6 +114,24 @@ def test_a_layer_s_parameters_and_work_are_counted(name):
 def test_a_layer_without_a_rate_is_refused(name):
     with pytest.raises(UnsupportedError, match=r"^layers: "):
         Workload.of(config(name))
+
+
+def test_chosen_keys_cost_by_tokens_and_their_index_by_pairs():
+    """At a million tokens reading is linear, the index quadratic, and its loss is of training alone."""
+    options = dict(dsa=dict(topk=2048, index_heads=4, index_dim=128))
+    work = Workload.of(HybridConfig(64, 2048, ["dsa"], num_heads=16, options=options))
+    block = work.blocks[0]
+    assert (block.chosen, block.indexed) == (2048, (4, 128))
+    assert block.saved >= 4 * 2048, "the choice is kept"
+    times = [
+        [prediction.attended(prediction.Setting(work, H200, CLUSTER, T), block, T, way) for way in (False, True)]
+        for T in (2**19, 2**20)
+    ]
+    scores = [2 * pairs(T) * 4 * 128 / rates.INDEX for T in (2**19, 2**20)]
+    for way in range(2):
+        linear = [times[i][way] - scores[i] for i in range(2)]
+        assert linear[1] == pytest.approx(2 * linear[0], rel=0.01)
+    assert times[1][1] > 3 * (times[1][0] - scores[1]) + scores[1]
 
 
 def test_experts_count_by_the_active_ones():
@@ -130,7 +149,8 @@ def test_a_step_is_the_sum_of_its_parts():
     assert (alone.exchange, alone.attention, alone.weights, alone.strategies) == (0.0, 0.0, 0.0, {})
     matmuls = 6 * 65536 * (block.multiplied + one.work.head) / H200.matmul
     mixing = H200.recurrence("gla", 65536 * block.heads, block.K, block.V, True)
-    moved = prediction.PASSES * block.saved * 65536 + (6 * 4 + 2 * 8) * one.work.parameters  # fp32: clipping and AdamW
+    updated = (6 * 4 + 2 * 8) * one.work.parameters / prediction.UPDATE  # fp32: clipping and AdamW
+    moved = prediction.PASSES * block.saved * 65536 + updated
     assert alone.seconds == pytest.approx(matmuls + mixing + moved / H200.copy)
     split = prediction.predict(one, 8, 8)
     assert split.compute == pytest.approx(alone.compute / 8)
