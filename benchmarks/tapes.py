@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from ring_la.kernels.runtime.tape import Playback, Tape, TapedLaunch
 from ring_la.kernels.runtime.written import function_of
 
@@ -18,14 +20,14 @@ class TapesOfACall:
     def __enter__(self) -> TapesOfACall:
         self._play = Tape.play
 
-        def play(tape: Tape, playing: Playback) -> Any:
+        def play(tape: Tape, playing: Playback) -> list[Tensor | None]:
             out = self._play(tape, playing)
             kept = Playback(playing.like)
             kept.tensors, kept.bases, kept.stream = playing.tensors.copy(), playing.bases.copy(), playing.stream
             self.played.append((tape, kept))
             return out
 
-        Tape.play = play  # type: ignore[method-assign]
+        Tape.play = play  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -104,7 +104,7 @@ class PlayedOutput:
         node = self._node()  # what tapes are kept of may have been cleared
         if node is None or node.tape is None or border is not self._border or self._knobs != one_launch.knobs():
             return None
-        playing = Playback(tensors[VALUES])  # type: ignore[arg-type]
+        playing = Playback(tensors[VALUES])
         for x in tensors:
             if x is not None:
                 address = x.data_ptr()
@@ -116,7 +116,7 @@ class PlayedOutput:
 
 def _played_output(tape: Tape, playing: Playback) -> Output:
     o, leaving, *saved = tape.play(playing)
-    return Output(o, leaving, tuple(saved))  # type: ignore[arg-type]
+    return Output(o, leaving, tuple(saved))
 
 
 class Replay:
