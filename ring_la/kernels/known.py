@@ -22,12 +22,18 @@ class Shortcut(Protocol):
 
 
 class KnownCall:
-    """What is known of the forward passes of one kind of calls, which have all but their values alike."""
+    """What is known of the forward passes of one kind of calls, which have all but their values alike.
 
-    __slots__ = ("_shortcut",)
+    Attributes:
+        call, crossing: of split calls what `linear` makes of all but their tensors, and of shapes; None: not yet.
+    """
+
+    __slots__ = ("_shortcut", "call", "crossing")
 
     def __init__(self) -> None:
         self._shortcut: Shortcut | None = None
+        self.call: Any = None
+        self.crossing: Any = None
 
     def ready(self, tensors: Tensors, border: Any = None) -> Callable[[], Output] | None:
         """What does the forward pass, if it is known how."""

@@ -33,11 +33,14 @@ def run(
         call = OneDeviceCall(rule, scale, mode, backend, options.output_final_state, known)
         o, S_end = one_device(call, inputs, S0, cu)
         return LinearAttentionOutput(o, without_rows(S_end, packed) if options.output_final_state else None)
-    saves = wanting(*inputs, initial)
-    kind = rule, scale, mode, backend, options.output_final_state, decays, saves
-    split = SplitCall.kept(options.layout, *kind) if decays is None else SplitCall(rule, options.layout, *kind[1:])
+    split: SplitCall | None = None if known is None else known.call
+    if split is None:
+        kind = rule, scale, mode, backend, options.output_final_state, decays, wanting(*inputs, initial)
+        split = SplitCall.kept(options.layout, *kind) if decays is None else SplitCall(rule, options.layout, *kind[1:])
+        if known is not None:
+            known.call = split
     with full_precision(inputs.q):
-        if saves:
+        if split.saves:
             o, final = SplitRecurrence.apply(split, known, initial, *inputs)
         else:
             o, final, *_ = forward(split, initial, inputs, known)

@@ -23,6 +23,7 @@ from ..autograd import first_derivative_only
 from ..kernels import Backward, Inputs, KnownCall
 from ..scan import MailboxBorder
 from .exchange import SplitCall, exchanged, exchanged_back
+from .seams import Crossing
 from .states import entering_states, final_states, initial_gradient, leaving_gradients, without_rows
 from .states_in_order import goes_in_order, gradients_in_order, outputs_in_order
 
@@ -47,7 +48,9 @@ def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs, known
         last = _final(call, leaving, initial_state)
         return Finished(o, last, None, (), (), tuple(saved), None)
     S0 = entering_states(layout, inputs, initial_state)
-    _, size, border = call.crossing(inputs)
+    crossing: Crossing | None = None if known is None else known.crossing
+    crossing = call.crossing(inputs) if crossing is None else crossing
+    _, size, border = crossing
     tensors = (*inputs, call.cu_pieces(inputs), S0)
     again = None if known is None else known.ready(tensors, border)
     maps: Sequence[Tensor | None] = ()
@@ -68,6 +71,7 @@ def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs, known
         S0, summary, maps, sent = exchanged(call, local, S0, inputs)
         out = local.output(S0, summary)
     if known is not None:
+        known.crossing = crossing
         known.learn(local, tensors)
     final = _final(call, out.leaving, initial_state)
     return Finished(out.o, final, S0, maps, sent, tuple(out.saved), border)

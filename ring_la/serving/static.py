@@ -31,6 +31,7 @@ from ..inference import KeySize, LayerKeys, Prefilled, Sampler
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
 from ..nn import Attention, KVCache, LayerState
+from .ahead import OnTheWay, goes_ahead
 from .batch import Batch, Row
 from .model import Served
 from .sampling import Chooser
@@ -240,29 +241,6 @@ class StaticBatch(Batch):
         """Of a layer's keys."""
         model: Any = self.model.model
         return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
-
-
-def goes_ahead(device: torch.device) -> bool:
-    """Whether steps are taken before the host knows their tokens: where the host would be waited for."""
-    return device.type == "cuda"
-
-
-class OnTheWay:
-    """Numbers on their way to the host, behind what is launched so far and nothing else."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._there = None
-        if x.is_cuda:
-            x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record()
-        self._x = x if self._there is not None else x.clone()
-
-    def there(self, step: CapturedStep | None) -> Tensor:
-        """The numbers, once they are there, behind calls of that step, of which a rank that died is named."""
-        if self._there is not None and step is not None:
-            step.finish(self._there)
-        return self._x
 
 
 class StaticStep:

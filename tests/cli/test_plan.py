@@ -149,7 +149,8 @@ def test_a_step_is_the_sum_of_its_parts():
     assert (alone.exchange, alone.attention, alone.weights, alone.strategies) == (0.0, 0.0, 0.0, {})
     matmuls = 6 * 65536 * (block.multiplied + one.work.head) / H200.matmul
     mixing = H200.recurrence("gla", 65536 * block.heads, block.K, block.V, True)
-    moved = prediction.PASSES * block.saved * 65536 + (6 * 4 + 2 * 8) * one.work.parameters  # fp32: clipping and AdamW
+    updated = (6 * 4 + 2 * 8) * one.work.parameters / prediction.UPDATE  # fp32: clipping and AdamW
+    moved = prediction.PASSES * block.saved * 65536 + updated
     assert alone.seconds == pytest.approx(matmuls + mixing + moved / H200.copy)
     split = prediction.predict(one, 8, 8)
     assert split.compute == pytest.approx(alone.compute / 8)

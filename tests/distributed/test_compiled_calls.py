@@ -201,7 +201,7 @@ def test_one_graph_serves_all_lengths(ranks):
         assert all(count == 1 and apart < 1e-9 for count, apart in found), found
 
 
-def everything(layout, layouts, x: Tensor, weight: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
+def everything(layout, other, layouts, x: Tensor, weight: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
     """Tokens moved to the ranks and back, and what stands around recurrences: one after the other."""
     local = layout.shard(x)
     local = ring_la.short_conv(local, weight, layout=layout).o
@@ -209,9 +209,9 @@ def everything(layout, layouts, x: Tensor, weight: Tensor, experts: Tensor) -> t
     local = ring_la.grouped_gemm(local[0], experts, torch.tensor([3, local.shape[1] - 3]))[None]
     q = local.unflatten(2, (2, 4))
     o = ring_la.linear_attention(q, q.sin(), q.cos(), causal=False, layout=layout).o
-    for other in layouts:  # a strategy each
-        o = o + ring_la.attention(o, q, q.cos(), layout=other).o
-    turned = layout.convert(o, layouts[-1].cp.layout(T, "contiguous"))
+    for way in layouts:  # a strategy each
+        o = o + ring_la.attention(o, q, q.cos(), layout=way).o
+    turned = layout.convert(o, other)
     ids = torch.arange(T)[None]
     return layout.gather(o), turned, layout.targets(layout.shard(ids)).double()
 
@@ -220,7 +220,7 @@ def check_everything(rank: int) -> tuple[int, int, float]:
     """Graphs and breaks that the compiler counts, and how far results and gradients are from eager ones."""
     cps = [ring_la.ContextParallel(group(), scan="ring", attention=s) for s in ("ring", "all_gather", "ulysses")]
     layouts = [cp.layout(T) for cp in cps]
-    f = partial(everything, layouts[0], layouts)
+    f = partial(everything, layouts[0], cps[0].layout(T, "contiguous"), layouts)
     tensors = [normal(50, 1, T, 8), normal(51, 8, 3), normal(52, 2, 8, 8)]
     torch._dynamo.reset()
     told = torch._dynamo.explain(f)(*[t.clone().requires_grad_() for t in tensors])

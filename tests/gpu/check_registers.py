@@ -6,6 +6,9 @@ elsewhere. Here every launch of `test_triton`'s cases, and of `OTHERS`, is compi
 searched for uniform registers that are read where no earlier line has written them. Prints what it finds, or with
 --show the registers, spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a
 kernel.
+
+`--arch 80` (Ampere), 89 (Ada), 100 or 120 (Blackwell) compiles what such a GPU runs instead, the forms in Triton, and
+finds kernels that want more shared memory than a program gets there.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Local, OutputUse
 from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
+from ring_la.kernels.scalar_decay import operands
 from ring_la.kernels.spans import plan, table
 from tests.gpu.test_triton import cases
 from tests.support.triton_cases import RULES, Case
@@ -45,6 +49,8 @@ TYPES = {
     torch.float64: "fp64",
 }
 LARGE = table.DESCRIBED
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KB of shared memory a program gets at most, by architecture (CUDA C++ programming guide)."""
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
 
@@ -153,13 +159,14 @@ def launches(rules: list[str]) -> Iterator[tuple[str, list]]:
             yield f"{name} {sizes}", found
 
 
-def prepare() -> None:
-    """Small inputs take the ways of large ones, and of an H200."""
-    table.LEAST_CHUNKS, table.SAVED_WEIGHED, plan.hopper = 1, 0, lambda device: True
+def prepare(arch: int = 90) -> None:
+    """Small inputs take the ways of large ones, and of an H200 or another GPU."""
+    table.LEAST_CHUNKS, table.SAVED_WEIGHED, plan.hopper = 1, 0, lambda device: arch == 90
+    plan.little_shared, operands._copies = lambda device: SHARED[arch] < 128, lambda device: arch >= 90
 
 
-def compiled(kernel, args: tuple, constants: dict):
-    """The kernel as a launch with these arguments would compile it, for sm_90."""
+def compiled(kernel, args: tuple, constants: dict, arch: int = 90):
+    """The kernel as a launch with these arguments would compile it."""
     names = kernel.arg_names
     given = dict(zip(names, args))
     fixed = {n: c for n, c in constants.items() if n not in OPTIONS} | {n: a for n, a in given.items() if a is None}
@@ -175,7 +182,7 @@ def compiled(kernel, args: tuple, constants: dict):
         {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")},
     )  # fmt: skip
     options = {n: c for n, c in constants.items() if n in OPTIONS}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def disassembled(cubin: bytes, tool: str, *flags: str) -> str:
@@ -219,8 +226,9 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join((*RULES, *OTHERS)))
     parser.add_argument("--show", action="store_true", help="print every kernel")
     parser.add_argument("--digest", help="a file that gets every kernel's name, constants and digest of its code")
+    parser.add_argument("--arch", type=int, default=90, choices=SHARED)
     args = parser.parse_args()
-    prepare()
+    prepare(args.arch)
     seen, bad = set(), 0
     for name, found_launches in launches(args.rules.split(",")):
         for kernel, tensors, constants in found_launches:
@@ -228,7 +236,14 @@ def main() -> None:
             if key in seen:
                 continue
             seen.add(key)
-            binary = compiled(kernel, tensors, constants)
+            binary = compiled(kernel, tensors, constants, args.arch)
+            if args.arch != 90:
+                over = binary.metadata.shared > SHARED[args.arch] * 1024
+                bad += over
+                if over or args.show:
+                    what = "BAD" if over else "ok ", case.rule, f"{case.K}x{case.V}", kernel.__name__
+                    print(*what, constants, f"shared {binary.metadata.shared}", flush=True)
+                continue
             sass = disassembled(binary.asm["cubin"], "nvdisasm", "-c")
             found = unwritten(sass)
             if args.digest:
@@ -240,7 +255,8 @@ def main() -> None:
                 print("BAD" if found else "ok ", name, kernel.__name__, constants,
                       f"registers {used[1]} spilled {used[2]} shared {binary.metadata.shared}", *found[:2],
                       flush=True)  # fmt: skip
-    print(f"{len(seen)} kernels, {bad} read a uniform register that nothing wrote")
+    fault = "read a uniform register that nothing wrote" if args.arch == 90 else "want more shared memory than there is"
+    print(f"{len(seen)} kernels, {bad} {fault}")
     sys.exit(bool(bad))
 
 

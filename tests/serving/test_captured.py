@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ring_la.serving import static
-from ring_la.serving.static import OnTheWay, StaticBatch
+from ring_la.serving.ahead import OnTheWay
+from ring_la.serving.static import StaticBatch
 from tests.support.step_graphs import Repeating, standing
 
 from .engines import Asked, engine, prompt, serve, truth

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ...context import ShardedLayout
+from ...context import FollowingLayout, ShardedLayout
 from ...errors import UnsupportedError
 from .cache import ContinuedRecorder, WatchedCache
 
@@ -149,10 +149,15 @@ class ModelCall:
                 cu = torch.tensor(cuts, dtype=torch.int32, device=self.cu_seqlens.device)
                 self._chunked[size] = {"cu_seqlens": cu}
             else:
-                own = self.layout
-                same = own.cp.layout(own.seq_len, own.kind, cuts, own.multiple_of, own.window)
-                self._chunked[size] = {"layout": same}
+                self._chunked[size] = {"layout": self._of_parts(self.layout, cuts)}
         return self._chunked[size]
+
+    @staticmethod
+    def _of_parts(layout: ShardedLayout, cuts: list[int]) -> ShardedLayout:
+        """The layout with other documents; the tokens stay where they are, whatever its kind makes of these."""
+        if not layout.has_runs:
+            return layout.cp.layout(layout.seq_len, layout.kind, cuts, layout.multiple_of)
+        return FollowingLayout(layout, [s.stop - s.start for s in layout.segments], cuts, layout.multiple_of)
 
     def _refuse_blocks(self) -> None:
         if self.blocks is not None:

@@ -73,6 +73,14 @@ def hopper(device: torch.device) -> bool:
     return here and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.cache
+def little_shared(device: torch.device) -> bool:
+    """Whether a program gets less shared memory than the tables ask for: Ada and GeForce cards have 100 KB."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor < table.SHARED
+
+
 class CallSizes(NamedTuple):
     """Batch, tokens, heads of v, heads of q and k, channels of keys and of values."""
 
@@ -174,9 +182,13 @@ class SpanPlan:
         _, _, _, _, K, V = self.sizes
         # what erases along a key of its own reads keys twice, as under a decay per key channel
         rule = "delta_diagonal" if self.rule.write == "erase" else str(self.rule)
-        found = table.pick(entries, rule, K, V, self.dtype)
+        found = self.fitting(table.pick(entries, rule, K, V, self.dtype))
         # dplr's second stream fills the shared memory that prefetching would take
         return dataclasses.replace(found, stages=1, registers=0) if self.rule.write == "dplr" else found
+
+    def fitting(self, how: Tiling) -> Tiling:
+        """`how`, with a stage less where there is little shared memory."""
+        return dataclasses.replace(how, stages=max(1, how.stages - 1)) if little_shared(self.device) else how
 
     # -- tensors -------------------------------------------------------------------------------------------
 

@@ -195,7 +195,8 @@ def prefix_dense(
     """`prefix_dense_kernel` for states or transitions or both."""
     _, _, H, _, K, V = plan.sizes
     states, products = out.leaving is not None, out.transitions is not None
-    spans, how = plan.spans, (table.PREFIX_MAPS if products else table.PREFIX)[max(64, width(K))]
+    spans = plan.spans
+    how = plan.fitting((table.PREFIX_MAPS if products else table.PREFIX)[max(64, width(K))])
     launch(
         prefix_dense_kernel, (cdiv(V, how.block) * states + cdiv(K, how.block) * products, spans.pieces, plan.rows),
         *filled(maps.own, maps.transition, S0, out.entering, out.leaving, out.before, out.transitions), spans.first,

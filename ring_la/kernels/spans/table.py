@@ -107,6 +107,9 @@ PAIRED = True
 SLOTS = {64: 264, 128: 132, 256: 132}
 """Programs that run at a time in a pass under a scalar decay or none, by the width of heads."""
 
+SHARED = 2**17
+"""Bytes of shared memory that a program of these launches takes, at most; with less there is a stage less."""
+
 DESCRIBED = 1 << 24
 """Elements a tensor from which tensors go by descriptor, of which each costs the host µs at a new address."""
 

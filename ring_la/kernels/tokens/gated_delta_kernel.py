@@ -13,6 +13,7 @@ What the step before left is loaded before the launch before this one has ended 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -23,10 +24,9 @@ from ring_la.kernels.runtime.early import options, others_may_begin
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.spans.table import width
 
-from .gated_delta import LARGEST
-
+CHANNELS = 128
 PROGRAM = (8, 128)
-"""Warps of a program with 128 channels, fewer of fewer, and registers of a thread (0: any), of which two such programs
+"""Warps of a program with `CHANNELS` channels, fewer of fewer, and registers of a thread (0: any): two such programs
 fit a multiprocessor (benchmarks.tuning.delta_token)."""
 
 
@@ -115,11 +115,12 @@ def gated_delta_token(
     """
     (N, H, K, V), W = state.shape, weights[0].shape[1]
     BD, (warps, registers) = width(max(K, V)), program
+    how: dict[str, Any] = options(qkv) | ({"maxnreg": registers} if registers else {})
     out = torch.empty(N, H * V, dtype=qkv.dtype, device=qkv.device)
     launch(
         _token, (N * heads,), qkv, b, a, z, *weights, tail, state, out, K**-0.5, beta_max, eps,
         *(x.stride(0) for x in (qkv, b, a, z)), *tail.stride(), H=H, HK=heads, K=K, V=V, W=W, BD=BD,
-        num_warps=max(1, warps * BD // LARGEST), **({"maxnreg": registers} if registers else {}),
-        tensors="any", **options(qkv),
+        num_warps=max(1, warps * BD // CHANNELS), tensors="any",
+        **how,
     )  # fmt: skip
     return out

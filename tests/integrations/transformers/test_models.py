@@ -120,3 +120,24 @@ def moved(rank: int, case: Case) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])
 def test_latents_travel(ranks, name):
     assert ranks.run(2, moved, CASES[name]) == [{(1, 8, 1, 4)}] * 2
+
+
+def chunks_apart(rank: int, kind: str) -> torch.Tensor:
+    """Logits of a model whose attention sees chunks of the sequence, split by a layout of the caller's."""
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from tests.support.pool import group
+
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring")
+    model, ids = parallelize(CASES["llama4"].make(), cp), torch.arange(80).view(2, 40) * 7 % VOCABULARY
+    layout = cp.layout(40, kind)
+    return layout.gather(model(input_ids=layout.shard(ids), layout=layout, use_cache=False).logits.detach())
+
+
+@pytest.mark.parametrize("kind", ["balanced", "striped"])
+def test_chunks_stay_on_the_ranks_of_their_tokens(ranks, kind):
+    """A balanced layout of the chunks, as if they were documents, would have other owners."""
+    ids = torch.arange(80).view(2, 40) * 7 % VOCABULARY
+    want = CASES["llama4"].make()(input_ids=ids, use_cache=False).logits
+    for got in ranks.run(2, chunks_apart, kind):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
