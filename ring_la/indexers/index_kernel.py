@@ -64,8 +64,8 @@ def find(
     inside = there[:, None] & (d < width)[None, :]
     qs, ws = (), ()
     for h in tl.static_range(HEADS):
-        qs += (tl.load(row + h * q_h, mask=inside, other=0.0),)
-        ws += (tl.load(of_row + h * w_h, mask=there, other=0.0).to(tl.float32),)
+        qs += (tl.load(row + h * q_h, mask=inside, other=0.0),)  # type: ignore[assignment]
+        ws += (tl.load(of_row + h * w_h, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     mine = b * n + rows
     least = tl.load(LEAST + mine, mask=there, other=2147483647)
     of_tile = (b * n + tl.program_id(0) * BM) * C
