@@ -14,6 +14,7 @@ from ..plans import (
     BlockPlan,
     KeyMask,
     ModelPlan,
+    Role,
     StepPlan,
     TokenRows,
     WideLayer,
@@ -78,7 +79,8 @@ def step_layers(embedding: str, name: str) -> StepPlan:
 
 def _like_flux(processor: str, keywords: str, given: KeyMask | None = SAME) -> BlockPlan:
     """Both kinds of Flux's blocks, under other names; `given`: what stands in `keywords`."""
-    arguments = BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), keywords: given}
+    arguments: dict[str, Role] = {**BOTH, "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0))}
+    arguments[keywords] = given
     return BlockPlan(arguments, {"attn": AttentionPlan(FRONT, (processor,))}, wide=WideLayer())
 
 
