@@ -44,7 +44,8 @@ class HybridWeights:
         self._model, self._cut = model, False
         self._weights = ShardedWeights(cp, lambda: self._cut)
         if model.head is None:
-            model.head = nn.Linear(*reversed(model.embedding.weight.shape), bias=False, device="meta")
+            rows, channels = model.embedding.weight.shape
+            model.head = nn.Linear(channels, rows, bias=False, device="meta")
             model.head.weight = model.embedding.weight
         routers = [m.router for m in model.modules() if isinstance(m, MixtureOfExperts)]
         self._weights.take_linears(model, routers)

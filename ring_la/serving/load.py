@@ -84,6 +84,7 @@ def sharded_hybrid(model: HybridLM, cp: ContextParallel) -> Hybrid:
         UnsupportedError: ranks that are deterministic.
     """
     weights = HybridWeights(model, cp)
+    own: Any
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             for name, x in own.items():
