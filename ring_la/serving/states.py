@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 from ..context import ContextParallel
 from ..inference import Prefilled
 from .batch import NOBODY, Row
@@ -70,6 +72,7 @@ class States:
                 raise
             except Exception as e:  # of whatever kind: it is a request's, if all have it
                 error = e
+                _forget_frames(e)
                 if word.what in (What.AHEAD, What.STEP, What.STAY):  # what is left of their states is not known
                     self.batch.clear()
             if word.what in (What.KEEP, What.MOVE):
@@ -121,3 +124,10 @@ class States:
 
     def _keep(self, word: Word) -> None:
         self.kept[word.key] = kept(self.open[word.key], word.length, word.start, self.kept)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """What the failed functions had goes now, keys and states among it, not when garbage is next collected."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
