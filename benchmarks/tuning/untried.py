@@ -130,13 +130,12 @@ def gdn() -> Question:
     """The gated delta rule's forward with the triangle's inverse by columns, which is today's, and by blocks of 16; and
     with the way out of a chunk's output while the next one reads the state."""
     case = CASES["gdn_qwen"]
-    folder = Path(gdn_launches.__file__).parent
+    folder, plain = Path(gdn_launches.__file__).parent, gdn_launches.forward_kernel.__wrapped__
 
     def arm(name: str, file: str, *defines: str) -> Arm:
         @functools.cache
         def kernel(keep: bool, *more: str) -> CudaKernel:
-            made = gdn_launches.forward_kernel.__wrapped__(keep, *defines, *more)
-            return dataclasses.replace(made, file=folder / file)
+            return dataclasses.replace(plain(keep, *defines, *more), file=folder / file)
 
         return Arm(name, case.ours, ((gdn_launches, "forward_kernel", kernel),))
 

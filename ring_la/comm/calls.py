@@ -193,6 +193,7 @@ class CallLog:
 
     def _spoil(self) -> None:
         """Tell every rank that messages of this rank are under way which nobody expects."""
+        self._members.spoil()
         for first in self._first:
             self._all[first + 1] = self._members.rank + 1
 

@@ -56,6 +56,7 @@ class Group(Members):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, transport: str = "auto") -> None:
         super().__init__(group, timeout)
+        self.refuse_spoiled()
         by_torch = TorchTransport(self)
         self.store = JobStore(_shared_number(self, by_torch))
         self.name = self.store.name

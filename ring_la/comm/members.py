@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, PeerError
 
 
 class Members:
@@ -46,6 +47,30 @@ class Members:
         return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
 
 
+    @property
+    def spoiled(self) -> str:
+        """Who has left messages in the process group that nobody expects; an empty string: nobody is known to have."""
+        store, name = _job_store("spoiled"), self.group.group_name
+        return self.names([int(store.get(name))]) if store.check([name]) else ""
+
+    def spoil(self) -> None:
+        """Tell whoever comes to this process group later that messages of this rank are left in it."""
+        with suppress(RuntimeError):  # the store's host may be gone, and the job with it
+            _job_store("spoiled").set(self.group.group_name, str(self.rank))
+
+    def refuse_spoiled(self) -> None:
+        """Raise a `PeerError` if the process group is of no more use."""
+        if self.size > 1 and (name := self.spoiled):
+            raise PeerError(
+                f"the process group is of no more use: {name} had sent messages when its ranks disagreed. Make another"
+            )
+
+
+def _job_store(part: str) -> dist.Store:
+    """A part of the job's store."""
+    return dist.PrefixStore(f"ring_la/{part}", dist.distributed_c10d._get_default_store())
+
+
 def _let_go(members: weakref.ref[Members]) -> None:
     """Let a group end that the program has destroyed, while the interpreter still runs.
 
@@ -69,4 +94,4 @@ class JobStore:
 
     def of(self, purpose: str) -> dist.Store:
         """The part of the store for one purpose."""
-        return dist.PrefixStore(f"ring_la/{self.name}/{purpose}", dist.distributed_c10d._get_default_store())
+        return _job_store(f"{self.name}/{purpose}")

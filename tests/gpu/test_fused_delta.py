@@ -41,6 +41,7 @@ def none(*shape: int) -> None:
 def launches(monkeypatch) -> list:
     """Spans of 64 tokens; those that wait go first, and combine by three in rows of 384 tokens. The launches that
     were made, none replayed before."""
+    from ring_la.kernels.replay import root
     from ring_la.kernels.runtime.replayed_function import record_of
     from ring_la.kernels.wy import gdn_launches
 
@@ -53,6 +54,7 @@ def launches(monkeypatch) -> list:
     monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     monkeypatch.setattr(gdn_launches, "UNEVEN", 0)
     record_of.cache_clear()
+    root.cache_clear()
     made, plain = [], gdn_launches.forward_kernel
     monkeypatch.setattr(gdn_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
     return made

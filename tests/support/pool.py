@@ -4,7 +4,8 @@
 
 `check` is an importable function of a test module. Each size P has its own process group over ranks 0..P−1, which
 `check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not
-answer within the timeout says where it stands and is killed with all others, and the next call starts a fresh pool.
+answer within the timeout says where it stands and is killed with all others, and the next call starts a fresh pool, as
+it does where ranks that disagreed have left messages in the group.
 Ranks speak gloo on CPUs, or NCCL with a GPU each; more ranks than GPUs share them, and NCCL's messages go by sockets.
 """
 
@@ -128,10 +129,11 @@ class Ranks:
                 except EOFError:
                     ok, value = False, "the process died"
                 (results if ok else errors)[waiting.pop(pipe)] = value
-        if errors:
+        if errors or any(spoiled for _, spoiled in results.values()):
             self.stop()  # half-finished exchanges may be left in the groups
+        if errors:
             raise RankError(_report(errors))
-        return [results[rank] for rank in ranks]
+        return [results[rank][0] for rank in ranks]
 
 
 def _report(errors: dict[int, str]) -> str:
@@ -147,6 +149,13 @@ def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def _spoiled() -> bool:
+    """Whether messages that nobody expects are left in this call's process group."""
+    from ring_la.comm.members import Members
+
+    return Members(group(), timedelta(seconds=1)).spoiled != ""
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
@@ -173,7 +182,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
     )  # fmt: skip
     for p in range(1, size + 1):
         _groups[p] = dist.new_group(list(range(p)))
-    pipe.send((True, None))
+    pipe.send((True, (None, False)))
     while True:
         try:
             module, name, _size, args = pickle.loads(pipe.recv_bytes())
@@ -183,6 +192,6 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
             function: Any = importlib.import_module(module)
             for part in name.split("."):
                 function = getattr(function, part)
-            pipe.send((True, function(rank, *args)))
+            pipe.send((True, (function(rank, *args), _spoiled())))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
