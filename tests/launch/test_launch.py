@@ -135,7 +135,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 dist.all_reduce(met := torch.ones(1))
-print(f"rank {dist.get_rank()} of {int(met)}: {' '.join(sys.argv[1:])}")
+sys.stdout.write(f"rank {dist.get_rank()} of {int(met)}: {' '.join(sys.argv[1:])}\\n")  # at once, as the other does
 dist.destroy_process_group()
 """
 

@@ -32,7 +32,7 @@ def compute_bf16() -> None:
     if hasattr(InterpreterBuilder, "bf16"):
         return
     InterpreterBuilder.bf16 = True
-    binary, cast = InterpreterBuilder.binary_op, InterpreterBuilder.cast_impl
+    binary, cast, dot = InterpreterBuilder.binary_op, InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def wide(x: TensorHandle) -> TensorHandle:
         return TensorHandle(widened(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
@@ -47,9 +47,8 @@ def compute_bf16() -> None:
             return TensorHandle(rounded(src.data), tl.bfloat16)
         return cast(self, wide(src), dst_type)
 
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        product = np.matmul(wide(a).data, wide(b).data, dtype=d.data.dtype)
-        return TensorHandle(product + d.data, d.dtype.scalar)
+    def create_dot(self, a, b, *others):
+        return dot(self, wide(a), wide(b), *others)
 
     InterpreterBuilder.binary_op = binary_op
     InterpreterBuilder.create_dot = create_dot
