@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import types
 
 import pytest
@@ -13,7 +12,7 @@ driver = pytest.importorskip("triton.backends.nvidia.driver")
 if not triton.__version__.startswith(("3.5.", "3.6.")):
     pytest.skip("the launcher below is that of Triton 3.5 and 3.6", allow_module_level=True)
 
-from ring_la.kernels.runtime import tape, zeroed  # noqa: E402
+from ring_la.kernels.runtime import tape  # noqa: E402
 from ring_la.kernels.runtime.triton_version import CompiledKernel  # noqa: E402
 
 HOW = dict(swizzle=3, elem_size=2, elem_type=9, block_size=[64, 128], fp4_padded=False)
@@ -126,21 +125,3 @@ def test_a_launcher_that_is_not_known_is_called_as_triton_does(encoded, monkeypa
             self.launched[-1] = ("its own", *self.launched[-1])
 
     assert all(args[0] == "its own" for args in played(False, monkeypatch, False, Wrapped))
-
-
-@pytest.mark.parametrize("watched", [True, False])
-def test_memory_is_zeroed_where_the_tape_says(watched, monkeypatch):
-    """By a driver that writes into the host's memory."""
-
-    def fill(address: int, value: int, size: int, stream: int) -> int:
-        ctypes.memset(address, value, size)
-        return 0
-
-    monkeypatch.setattr(zeroed, "driver", lambda: types.SimpleNamespace(cuMemsetD8Async=fill))
-    monkeypatch.setattr(tape, "watched", lambda: watched)
-    one = tape.TapedLaunch.of(zeroed.ZEROING, (1, 1, 1), [(1, 8), (0, 16)], {}, None)
-    x = torch.ones(64, dtype=torch.uint8)
-    playing = tape.Playback(x)
-    playing.bring(x, x.data_ptr())
-    tape.Tape(2, (), (one,), (), (), "cpu").play(playing)
-    assert x.nonzero().flatten().tolist() == [*range(8), *range(24, 64)]

@@ -11,7 +11,6 @@
     tape                `Tape`: one step's allocations, launches and operations, on tensors by number, to be done again;
                         `Playback`: those tensors in one replay; `StepRecord`: what is known of a step, its tape too
     written             a tape as one function, whose code is written for it
-    zeroed              memory set to zero by the driver, as a launch
     replayed_function   the same for a function of one step: `replayed`, a decorator, and `replayed_call`
 
 To *record* is to do a call and write down what it did; to *play* a tape is to do that again on other tensors; a call is

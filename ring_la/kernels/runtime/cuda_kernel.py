@@ -115,12 +115,10 @@ class LoadedCudaKernel:
             room = ArgumentRoom(self._size)
         self._pack(room.buffer, 0, *arguments)
         kernel = self._kernel
-        code = driver().cuLaunchKernel(
-            self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra
-        )
+        code = _launcher()(self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra)
         self._rooms.append(room)
         if code:
-            check_code("cuLaunchKernel", code)
+            _check("cuLaunchKernel", code)
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         frame = self.frame((grid, 1, 1), args)
@@ -229,13 +227,17 @@ def _nvrtc_version() -> str:
 
 
 @functools.cache
-def driver() -> ctypes.CDLL:
-    """CUDA's driver."""
-    library = ctypes.CDLL("libcuda.so.1")
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _launcher() -> Any:
+    """cuLaunchKernel."""
+    launch = _driver().cuLaunchKernel
     pointer, number = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    library.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer]
-    return library
+    launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return launch
 
 
 @functools.cache
@@ -244,19 +246,18 @@ def _loaded(kernel: CudaKernel, device: int) -> LoadedCudaKernel:
     major, minor = torch.cuda.get_device_capability(device)
     code = compiled(kernel, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
     torch.cuda.current_blas_handle()  # the device's context is there, and current in this thread
-    cuda, module, function = driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    check_code("cuModuleLoadData", cuda.cuModuleLoadData(ctypes.byref(module), code))
-    check_code("cuModuleGetFunction", cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()))
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check("cuModuleLoadData", driver.cuModuleLoadData(ctypes.byref(module), code))
+    _check("cuModuleGetFunction", driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()))
     for attribute, value in (
         (MAX_DYNAMIC_SHARED_SIZE, kernel.shared), (PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
     ):  # fmt: skip
-        check_code("cuFuncSetAttribute", cuda.cuFuncSetAttribute(function, attribute, value))
+        _check("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, value))
     return LoadedCudaKernel(kernel, function.value)
 
 
-def check_code(call: str, code: int) -> None:
-    """Raise what a call of the driver's has answered, if it failed."""
+def _check(call: str, code: int) -> None:
     if code:
         name = ctypes.c_char_p()
-        driver().cuGetErrorString(code, ctypes.byref(name))
+        _driver().cuGetErrorString(code, ctypes.byref(name))
         raise RuntimeError(f"{call}: {(name.value or b'error').decode()} ({code})")

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
-from ring_la.kernels.runtime.zeroed import zeros
 from ring_la.kernels.spans.table import cdiv
 from ring_la.kernels.wy.gdn_launches import GDNCall, KeptChunks
 from ring_la.kernels.wy.kda_launches import HEAD
@@ -75,7 +74,7 @@ def _launch(
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
     table = None if call.runs is None else call.runs.table
-    flags = zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
+    flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
     kernel(
         programs, *x.qkv, x.a, x.b, x.g, o, *states, table, call.cu, flags,
         call.new(call.count, H, HEAD, HEAD), None, *kept, T, H, x.q.shape[2], call.count, call.length, call.pieces,

@@ -19,7 +19,6 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
-from ring_la.kernels.runtime.zeroed import zeros
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
 from ring_la.kernels.wy.kda_launches import HEAD, as_read, multiprocessors
@@ -183,7 +182,7 @@ class GDNCall:
         """`states`: those it begins with and those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
-        flags = zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
+        flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
         passed, together = self.new(self.count, H, HEAD, HEAD), combined(self.length, T, self.count * H)
         parts = self.new(self.count, H, 2, HEAD, HEAD) if together > 1 else None
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer

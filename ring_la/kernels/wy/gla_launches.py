@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
-from ring_la.kernels.runtime.zeroed import zeros
 from ring_la.kernels.wy import gdn_launches
 from ring_la.kernels.wy.gdn_launches import GDNCall
 from ring_la.kernels.wy.kda_launches import HEAD
@@ -84,7 +83,7 @@ def _launch(
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
     table = None if call.runs is None else call.runs.table
-    flags = zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
+    flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
     kernel(
         programs, *x.qkv, x.g, o, *states, table, call.cu, flags,
         call.new(call.count, H, HEAD, HEAD), *kept, T, H, x.q.shape[2], call.count, call.length, call.pieces,

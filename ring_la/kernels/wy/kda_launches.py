@@ -18,7 +18,6 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
-from ring_la.kernels.runtime.zeroed import zeros
 from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
@@ -121,7 +120,7 @@ class KDACall:
     ) -> None:  # fmt: skip
         """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
         H, count = self.inputs.v.shape[2], self.count
-        flags = zeros(2 * count * H + 2, dtype=torch.int32, device=self.inputs.v.device)
+        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=self.inputs.v.device)
         passed = self.new(count, H, HEAD, HEAD)
         x = self.inputs
         arguments: Any = (
