@@ -13,7 +13,7 @@ docs/developers/sharded_keys.md says why.
 
 from .chosen import decode_blocks, decode_index
 from .decode import decode_attention, decode_latents
-from .read import read_attention, read_latents
+from .read import read_attention, read_latents, with_earlier, with_earlier_latents
 from .slabs import KeySize
 from .store import KeyRows, KeyStore, LayerKeys
 
@@ -28,4 +28,6 @@ __all__ = [
     "decode_latents",
     "read_attention",
     "read_latents",
+    "with_earlier",
+    "with_earlier_latents",
 ]

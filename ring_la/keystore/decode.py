@@ -19,6 +19,8 @@ from ..softmax import attention
 from ..softmax.merging import wide
 from ..softmax.products import product
 from .chosen import own_chosen
+from .columns import Columns, by_products
+from .pages import SlabTokens
 from .plan import SlabBlocks
 from .store import LayerKeys
 
@@ -63,7 +65,7 @@ def decode_attention(
     comm = None if state.rows.store.cp is None else state.rows.store.cp.comm
     if comm is not None and comm.size > 1:
         o, lse = merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
-    o, lse = (o, lse) if sinks is None else _beside_sinks(o, lse, sinks)
+    o, lse = (o, lse) if sinks is None else beside_sinks(o, lse, sinks)
     return AttentionOutput(o.unflatten(0, q.shape[:2]).to(q.dtype), lse.unflatten(0, q.shape[:2]).transpose(1, 2))
 
 
@@ -122,8 +124,8 @@ def _check_choice(chosen: object, T: int, block: object, state: LayerKeys, softc
             raise ArgumentError(name, f"{none} where keys are chosen", given)
 
 
-def _beside_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with one more logit of each head in the denominator."""
+def beside_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """``o [..., H, V]`` and ``lse [..., H]`` with one more logit of each head in the denominator."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return o * torch.exp(lse - total)[..., None], total
 
@@ -134,6 +136,9 @@ def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int)
     dtype, V = wide(q.dtype), value or key
     parts = []
     for row, span in plan.alone:
+        if state.part == "joined":
+            parts.append(_latents_alone(q[row : row + 1], state, span, scale, softcap).to(dtype))
+            continue
         k, v = (x.to(q.dtype)[None] for x in state.views(span))
         rows = q[row].view(heads, -1, key).transpose(0, 1)[None]  # heads that share keys are queries of one
         o, lse = attention(rows, k, v, causal=False, scale=scale, softcap=softcap)
@@ -147,6 +152,17 @@ def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int)
     return merged(torch.cat([*parts, nothing])[plan.table], 1)
 
 
+def _latents_alone(q: Tensor, state: LayerKeys, span: SlabTokens, scale: float, softcap: float) -> Tensor:
+    """What latents side by side, and their rotary keys, give one token ``q [1, H, L + R]``, where they are:
+    ``[1, H, L + 1]``, lse last."""
+    low, turned = (x[span.start : span.stop].transpose(0, 1)[None].to(q.dtype) for x in state.memory(span.slab))
+    first = torch.zeros(1, dtype=torch.int64, device=q.device)
+    meets, rest = q.split([low.shape[3], turned.shape[3]], -1)
+    read = Columns(low, None, first, first + low.shape[2], rest, turned)
+    o, lse = by_products(meets, read, scale, softcap)
+    return torch.cat([o, lse[..., None]], -1)
+
+
 def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, softcap: float) -> Tensor:
     """What some blocks give, each its row: ``[M, H, V + 1]``, lse last."""
     heads, n = state.size.heads, state.rows.store.pages.block
@@ -157,9 +173,7 @@ def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, sof
         x.masked_fill_(~seen.mT, 0)  # what is left of others may be no number
         return x.double() if q.dtype == torch.float64 else x
 
-    keys, values = state.memory(blocks.slab)
-    k = read(keys)
-    v = read(values) if state.size.value else k
+    k, v = state.read(*map(read, state.memory(blocks.slab)))
     scores = product(q[blocks.row].unflatten(1, (heads, -1)).flatten(0, 1), k.mT) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

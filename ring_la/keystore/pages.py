@@ -93,7 +93,7 @@ class Held:
         self.here, self.length = had + new, self.length + length
         for run in runs:
             last = self.runs[-1] if self.runs else None
-            if last is not None and run.step == last.step and run.start == last.stop - 1 + last.step:
+            if last is not None and run.step == last.step and run.start == last[-1] + last.step:
                 self.runs[-1] = range(last.start, run.stop, last.step)
             else:
                 self.runs.append(run)

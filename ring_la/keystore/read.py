@@ -8,6 +8,7 @@ holds the queries of one other at a time, and what travels goes with the new tok
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..context import ShardedLayout
 from ..outputs import AttentionOutput
 from ..softmax import attention, mla
 from ..softmax.merging import Partial, wide
+from .decode import beside_sinks
 from .pages import Held
 from .store import LayerKeys
 
@@ -48,14 +50,43 @@ def read_attention(
     """
     state.put(k, v)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    o, lse = attention(q, k, v, window=(window, -1), layout=layout, scale=factor)
-    if not any(state.rows.earlier):
-        return AttentionOutput(o, lse)
-    out = Partial(tuple(o.shape), q.dtype, q.device)
-    out.add(o, lse)
-    for part in _parts(q, state, layout, window, factor):
-        out.add(part[..., :-1], part[..., -1].transpose(1, 2))
-    return AttentionOutput(*out.result())
+    new = attention(q, k, v, window=(window, -1), layout=layout, scale=factor)
+    return with_earlier(q, new, state, layout, window=window, scale=factor)
+
+
+@torch.no_grad()
+def with_earlier(
+    q: Tensor,
+    new: AttentionOutput,
+    state: LayerKeys,
+    layout: ShardedLayout,
+    *,
+    window: int = -1,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> AttentionOutput:
+    """What new tokens get of each other together with what those before them give. Collective, without gradients.
+
+    Args:
+        q: ``[B, T_local, H, K]``. new: o ``[B, T_local, H, V]`` and lse ``[B, H, T_local]`` of each other, without
+            sinks. state: keys and values, `earlier` of them before these tokens.
+        window, scale: as in `read_attention`. softcap, sinks: as in `ring_la.attention`.
+
+    Returns:
+        AttentionOutput, as `new`.
+    """
+    o, lse = new.o, new.lse
+    if any(state.rows.earlier):
+        out = Partial(tuple(o.shape), q.dtype, q.device)
+        out.add(o, lse)
+        for part in _parts(q, state, layout, Scores(scale, window, softcap)):
+            out.add(part[..., :-1], part[..., -1].transpose(1, 2))
+        o, lse = out.result()
+    if sinks is not None:
+        beside, total = beside_sinks(o.to(lse.dtype), lse.transpose(1, 2), sinks)
+        o, lse = beside.to(q.dtype), total.transpose(1, 2)
+    return AttentionOutput(o, lse)
 
 
 @torch.no_grad()
@@ -81,20 +112,46 @@ def read_latents(
         AttentionOutput(o ``[B, T_local, H, V]``, lse ``[B, H, T_local]``).
     """
     state.put(torch.cat([latent, k_rope], -1)[:, :, None])
-    o, lse = mla(q, latent, k_rope, w_uk, w_uv, layout=layout, scale=scale)[:2]
+    new = mla(q, latent, k_rope, w_uk, w_uv, layout=layout, scale=scale)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    return with_earlier_latents(q, AttentionOutput(*new[:2]), state, layout, w_uk, w_uv, scale=factor)
+
+
+@torch.no_grad()
+def with_earlier_latents(
+    q: Tensor,
+    new: AttentionOutput,
+    state: LayerKeys,
+    layout: ShardedLayout,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    scale: float,
+) -> AttentionOutput:
+    """`with_earlier` of latents, absorbed; `state` has keys ``[c ; r]``. w_uk, w_uv, scale: as `read_latents`."""
     if not any(state.rows.earlier):
-        return AttentionOutput(o, lse)
+        return new
     D, L = w_uk.shape[1:]
     low = torch.cat([torch.einsum("bthd,hdl->bthl", q[..., :D], w_uk), q[..., D:]], -1)
-    out = Partial(tuple(o.shape), q.dtype, q.device)
-    out.add(o, lse)
-    for part in _parts(low, state, layout, -1, q.shape[3] ** -0.5 if scale is None else scale):
+    out = Partial(tuple(new.o.shape), q.dtype, q.device)
+    out.add(new.o, new.lse)
+    for part in _parts(low, state, layout, Scores(scale)):
         raised = torch.einsum("bthl,hvl->bthv", part[..., :L], w_uv.to(part.dtype))
         out.add(raised, part[..., -1].transpose(1, 2))
     return AttentionOutput(*out.result())
 
 
-def _parts(q: Tensor, state: LayerKeys, layout: ShardedLayout, window: int, scale: float) -> Iterator[Tensor]:
+class Scores(NamedTuple):
+    """How a query's scores with earlier keys are made."""
+
+    scale: float
+    window: int = -1
+    """Earlier tokens it sees; −1: all."""
+    softcap: float = 0.0
+    """c > 0 caps them at ±c."""
+
+
+def _parts(q: Tensor, state: LayerKeys, layout: ShardedLayout, how: Scores) -> Iterator[Tensor]:
     """What each rank's earlier keys give this rank's queries, in turn: ``[B, T, H, V + 1]`` wide, lse last."""
     comm = layout.cp.comm
     for s in range(comm.size):
@@ -102,7 +159,7 @@ def _parts(q: Tensor, state: LayerKeys, layout: ShardedLayout, window: int, scal
         theirs = q if s == 0 else q.new_empty(q.shape[0], layout.lengths[source], *q.shape[2:])
         if s:
             _swap(comm, {to: q}, {source: theirs})
-        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), window, scale)
+        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), how)
         if s:
             back = part.new_empty(*q.shape[:3], part.shape[3])
             _swap(comm, {source: part}, {to: back})
@@ -117,7 +174,7 @@ def _swap(comm: Group, sends: dict[int, Tensor], receives: dict[int, Tensor]) ->
         comm.exchange(sends, receives).wait()
 
 
-def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, window: int, scale: float) -> Tensor:
+def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, how: Scores) -> Tensor:
     """What this rank's earlier keys give queries at `positions` after them: ``[B, T, H, V + 1]`` wide, lse last."""
     B, T, H, _ = q.shape
     dtype = wide(q.dtype)
@@ -127,28 +184,28 @@ def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, window: int, scale:
     for b, (held, length, here) in enumerate(zip(state.rows.held, state.rows.earlier, state.rows.here)):
         at = positions + length
         some: slice | Tensor
-        if window < 0:
+        if how.window < 0:
             some, part = slice(0, T), Partial((1, T, H, V), q.dtype, q.device)
             for span in held.spans(0, here) if T else ():
                 k, v = (x.to(q.dtype)[None] for x in state.views(span))
-                part.add(*attention(q[b : b + 1], k, v, causal=False, scale=scale))
+                part.add(*attention(q[b : b + 1], k, v, causal=False, scale=how.scale, softcap=how.softcap))
         else:
-            near = (at - window < length).nonzero().flatten()
+            near = (at - how.window < length).nonzero().flatten()
             some = near.to(q.device)
-            part = _in_window(q[b, some], state, held, here, at[near], window, scale)
+            part = _in_window(q[b, some], state, held, here, at[near], how)
         if not part.empty:
             o, lse = part.result()
             out[b, some] = torch.cat([o[0].to(dtype), lse[0].mT[..., None]], -1)
     return out
 
 
-def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, window: int, scale: float) -> Partial:
-    """What queries ``[T, H, K]`` at positions `at` get from earlier keys that are no further off than `window`."""
+def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, how: Scores) -> Partial:
+    """What queries ``[T, H, K]`` at positions `at` get from earlier keys that are in their window."""
     heads, _, value = state.size
     part = Partial((1, len(q), q.shape[1], value), q.dtype, q.device)
     if not len(q):
         return part
-    first = held.before(int(at.min()) - window)
+    first = held.before(int(at.min()) - how.window)
     spans = held.spans(min(first, here), here)
     if not spans:
         return part
@@ -156,8 +213,10 @@ def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, w
     places = torch.tensor([p for run in held.runs for p in run][first:here])
     for a in range(0, len(q), QUERIES):
         rows = q[a : a + QUERIES].unflatten(1, (heads, -1)).to(k.dtype)
-        scores = torch.einsum("thgk,nhk->hgtn", rows, k) * scale
-        seen = places >= at[a : a + QUERIES, None] - window
+        scores = torch.einsum("thgk,nhk->hgtn", rows, k) * how.scale
+        if how.softcap:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        seen = places >= at[a : a + QUERIES, None] - how.window
         scores = scores.masked_fill(~seen.to(q.device), -torch.inf)
         lse = scores.logsumexp(-1)
         safe = torch.where(torch.isneginf(lse), 0.0, lse)

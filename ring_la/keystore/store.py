@@ -163,15 +163,16 @@ class KeyRows:
             rows.puts.append(Put(i if not packed else 0, at, spans))
         return rows
 
-    def advanced(self, in_place: bool = False) -> KeyRows:
-        """The sequences with one token more each, on one of the ranks in turn. `in_place`: these are not used again."""
+    def advanced(self, in_place: bool = False, tokens: int = 1) -> KeyRows:
+        """The sequences with so many tokens more each, which go to the ranks in turn; layers will `put` all of them.
+        `in_place`: these are not used again."""
         rows = KeyRows(self.store, self.held, self.carried) if in_place else self.chosen(range(len(self)))
         for i, held in enumerate(rows.held):
-            at = held.length
-            mine = [range(at, at + 1, self.store.ranks)] if at % self.store.ranks == self.store.rank else []
-            spans = held.add(mine, 1)
+            first = (self.store.rank - held.length) % self.store.ranks
+            mine = range(held.length + first, held.length + tokens, self.store.ranks)
+            spans = held.add([mine] if mine else [], tokens)
             if spans:
-                rows.puts.append(Put(i, slice(None), spans))
+                rows.puts.append(Put(i, slice(first, None, self.store.ranks), spans))
         return rows
 
     def kept(self, name: object, make: Callable[[], T]) -> T:
@@ -192,13 +193,14 @@ class LayerKeys(NamedTuple):
     """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks.
 
     heads: those it reads; None: all. Branches of a layer are kept side by side.
-    part: to read what stands in the places of keys, or of values, alone, as keys without values; None: both.
+    part: to read what stands in the places of keys, or of values, alone, as keys without values; "joined": keys that
+        are both side by side, with those in the places of keys for values; None: both.
     """
 
     rows: KeyRows
     layer: int
     heads: slice | None = None
-    part: Literal["key", "value"] | None = None
+    part: Literal["key", "value", "joined"] | None = None
 
     @property
     def length(self) -> Tensor:
@@ -209,7 +211,9 @@ class LayerKeys(NamedTuple):
     def size(self) -> KeySize:
         """What a token takes, in these heads."""
         size = self.rows.store.sizes[self.layer]
-        if self.part is not None:
+        if self.part == "joined":
+            size = KeySize(size.heads, size.key + size.value, size.key)
+        elif self.part is not None:
             size = KeySize(size.heads, size.key if self.part == "key" else size.value, 0)
         return size if self.heads is None else size._replace(heads=len(range(size.heads)[self.heads]))
 
@@ -221,11 +225,15 @@ class LayerKeys(NamedTuple):
         """What stands in the places of keys, or of values, to read."""
         return self._replace(part=part)
 
+    def joined(self) -> LayerKeys:
+        """Latents in the places of keys and their rotary keys in those of values, to read: every key is ``[c ; r]``."""
+        return self._replace(part="joined")
+
     def memory(self, slab: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens of a slab, ``[tokens, heads, ·]``."""
         store, heads = self.rows.store, slice(None) if self.heads is None else self.heads
         k, v = store.k[self.layer][slab][:, heads], store.v[self.layer][slab][:, heads]
-        if self.part is None:
+        if self.part in (None, "joined"):
             return k, v
         read = k if self.part == "key" else v
         return read, read[..., :0]
@@ -267,12 +275,14 @@ class LayerKeys(NamedTuple):
 
     def views(self, span: SlabTokens) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, heads, ·]`` of tokens side by side."""
-        k, v = (x[span.start : span.stop] for x in self.memory(span.slab))
-        return k, self.values(k, v)
+        return self.read(*(x[span.start : span.stop] for x in self.memory(span.slab)))
 
-    def values(self, k: Tensor, v: Tensor) -> Tensor:
-        """The values; of latents the keys themselves, of which what comes out is cut."""
-        return v if self.size.value else k
+    def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of what stands in their places; of latents the keys are the values, of which what comes out
+        is cut."""
+        if self.part == "joined":
+            return torch.cat([k, v], -1), k
+        return k, v if self.size.value else k
 
 
 def _runs(positions: Tensor) -> list[range]:

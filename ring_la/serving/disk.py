@@ -136,7 +136,8 @@ class Disk:
                     x = _gathered(files, n, mine if i in layers else whole)
                     x = x if i in layers else x[None]
                 elif key and i in layers:  # of one process, which has all
-                    if n.endswith(".k") and (carried := home.layers[i].carried_of(x[:, -1])) is not None:
+                    layer = home.layers[i] if n.endswith(".k") else None
+                    if layer is not None and (carried := layer.carried_of(x[:, -1])) is not None:
                         tensors[f"{i}.carried"] = carried
                     x = x[0, torch.arange(mine.start - begin, len(whole), mine.step)]
                 tensors[n] = x

@@ -3,7 +3,8 @@
 Its caches become rows (`integrations.transformers.sequences`), so that its sequences are decoded side by side, read in
 pieces and kept like a `HybridLM`'s. Whether that is so of a model is not believed but measured, when it is loaded: two
 short sequences are decoded side by side and one is read in pieces, and the results compared with each read and decoded
-alone. What a model cannot, or does otherwise, is not done with it, and the log says why.
+alone; under several ranks first with keys that stay on the rank that read them. What a model cannot, or does otherwise,
+is not done with it, and the log says why.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..choices import LayoutKind
 from ..context import ContextParallel
 from ..inference import Prefilled
 from .batch import Batch
-from .model import FATAL
+from .model import FATAL, keys_stay
 from .tiers import Home
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Pretrained:
             made to run so.
     """
 
-    shares_keys = False
     kind: LayoutKind = "zigzag"
+    _rows: Any = None
 
     def __init__(self, model: PreTrainedModel, cp: ContextParallel | None) -> None:
         config = model.config.get_text_config()
@@ -56,13 +57,16 @@ class Pretrained:
             from ..integrations.transformers import parallelize
 
             parallelize(model, self._cp)
-        self._way: Any = _OneByOne(model, split=self._cp is not None)
-        alone = self._way
-        self.flexible = self._found("decoded alone", lambda: self._try_rows(alone))
-        self.resumes = self.flexible and self._found("read in one piece", lambda: self._try_pieces(alone))
-        self.goes_on = self.resumes and (self._cp is None or self._way.goes_on)
+        self._alone = _OneByOne(model, split=self._cp is not None)
+        self._way: Any = self._alone
+        self.flexible = self._found("decoded alone", self._make_rows)
+        self.shares_keys = self.flexible and self._may_share() and self._shared()
+        if not self.shares_keys:
+            self.flexible = self.flexible and self._found("decoded alone", self._try_rows)
+            self.resumes = self.flexible and self._found("read in one piece", self._try_pieces)
+            self.goes_on = self.resumes and (self._cp is None or self._rows.goes_on)
         if not self.flexible:
-            self._way = alone
+            self._way = self._alone
 
     def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:
         return self._way.read(ids, states)
@@ -71,7 +75,8 @@ class Pretrained:
         return self._way.step(tokens, states, in_place)
 
     def home(self, cp: ContextParallel | None) -> Home:
-        return Home(self.device, None, {})
+        keys = self._rows.keys if self.shares_keys else None
+        return Home(self.device, keys, {} if keys is None else dict.fromkeys(self._rows.sizes))
 
     def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
         if earlier == 0:
@@ -98,15 +103,35 @@ class Pretrained:
             LOG.warning("sequences of %s are %s: %s", type(self.model).__name__, otherwise, why)
         return not why
 
-    def _try_rows(self, alone: _OneByOne) -> None:
-        """Two sequences side by side against each alone."""
+    def _make_rows(self) -> None:
+        """Have sequences as rows."""
         from ..integrations.transformers.rotary import goes_by_length
         from ..integrations.transformers.sequences import Sequences
 
         if any(goes_by_length(module) for module in self.model.modules()):
             raise ValueError("rotary frequencies go by the longest sequence")
-        rows = self._way = Sequences(self.model)
-        self.flexible = True
+        self._way = self._rows = Sequences(self.model)
+
+    def _may_share(self) -> bool:
+        """Whether there are keys that could stay on their ranks: what is read after them is split, too."""
+        return keys_stay(bool(self._rows.sizes), self._cp) and self._rows.goes_on
+
+    def _shared(self) -> bool:
+        """Whether sequences whose keys stay on their ranks are decoded and read in pieces; if not, keys are whole."""
+
+        def attempt() -> None:
+            self._rows.share(self._cp)
+            self._try_rows()
+            self._try_pieces()
+
+        self.resumes = self.goes_on = self._found("remembered whole on every rank", attempt)
+        if not self.goes_on:
+            self._rows.share(None)
+        return self.goes_on
+
+    def _try_rows(self) -> None:
+        """Two sequences side by side against each alone."""
+        rows, alone = self._rows, self._alone
         batch, want = Batch(self), []
         for length in (self._length(0), 2):
             ids = self._ids(length)
@@ -121,7 +146,7 @@ class Pretrained:
                 want[i] = alone.step(torch.tensor([token], device=self.device), want[i].states, False)
                 same_logits(batch.logits[i : i + 1], want[i].logits)
 
-    def _try_pieces(self, alone: _OneByOne) -> None:
+    def _try_pieces(self) -> None:
         """A prompt in three pieces, the last of one token, against the whole."""
         ranks = 1 if self._cp is None else self._cp.size
         first, second = self._length(0), self._length(2 * ranks + 1)
@@ -131,7 +156,7 @@ class Pretrained:
             if begin < end:
                 got = self._way.read(ids[:, begin:end], states)
                 states = got.states
-        same_logits(got.logits, alone.read(ids, None).logits)
+        same_logits(got.logits, self._alone.read(ids, None).logits)
 
     def _length(self, more: int) -> int:
         """Tokens of a prompt of the trial, and some more, as far as the model has places for them and three others."""

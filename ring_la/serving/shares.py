@@ -19,14 +19,16 @@ def shares(engine: Engine, trail: Trail) -> dict[str, Any]:
 
     Tokens are counted from the prompt's first. "read": those a rank read: of the prompt its share, of those decoded
     all, or none where rank 0 decodes alone. "held": those whose states it has now. Where keys stay on the rank that
-    read them, a rank has those, of decoded tokens every P-th. Else rank 0, or every rank that decodes, has all as long
-    as the request is under way, and every rank those that are kept for prompts that begin alike.
+    read them, a rank has those, and of tokens that all read, decoded ones among them, every P-th. Else rank 0, or every
+    rank that decodes, has all as long as the request is under way, and every rank those that are kept for prompts that
+    begin alike.
     """
     ranks, shared = 1 if engine.cp is None else engine.cp.size, engine.states.shared
     together = engine.states.together
     total = trail.tokens + trail.decoded
     kept = trail.kept[1] if trail.kept[0] in engine.states.kept else 0
-    reading, holding = (_of_pieces(engine, pieces, ranks) for pieces in (trail.pieces, (*trail.before, *trail.pieces)))
+    reading = _of_pieces(engine, trail.pieces, ranks)
+    holding = _of_pieces(engine, (*trail.before, *trail.pieces), ranks, kept=True)
     read = max((end for runs in reading for _, end in runs), default=trail.reused)
     for rank, runs in enumerate(reading):
         if trail.decoded and (together or rank == 0):
@@ -37,8 +39,8 @@ def shares(engine: Engine, trail: Trail) -> dict[str, Any]:
     elif trail.ended:
         holding = [[(begin, min(end, kept)) for begin, end in runs if begin < kept] for runs in holding]
     else:
-        for at in range(trail.tokens, total):
-            holding[at % ranks].append((at, at + 1))
+        for runs, more in zip(holding, _in_turn(trail.tokens, total, ranks), strict=True):
+            runs += more
     return {
         "object": "shares",
         "ranks": ranks,
@@ -51,12 +53,15 @@ def shares(engine: Engine, trail: Trail) -> dict[str, Any]:
     }
 
 
-def _of_pieces(engine: Engine, pieces: Iterable[tuple[int, int]], ranks: int) -> list[Runs]:
-    """Each rank's runs of pieces that were read one after the other."""
+def _of_pieces(engine: Engine, pieces: Iterable[tuple[int, int]], ranks: int, kept: bool = False) -> list[Runs]:
+    """Each rank's runs of pieces that were read one after the other; `kept`: those whose keys stay with it."""
     of_ranks: list[Runs] = [[] for _ in range(ranks)]
     for begin, end in pieces:
-        for runs, more in zip(of_ranks, _split(engine, begin, end - begin, ranks), strict=True):
-            runs += [(begin + a, begin + b) for a, b in more]
+        split = _split(engine, begin, end - begin, ranks)
+        whole = ranks > 1 and all(runs == [(0, end - begin)] for runs in split)
+        of_piece = [[(begin + a, begin + b) for a, b in runs] for runs in split]
+        for runs, more in zip(of_ranks, _in_turn(begin, end, ranks) if whole and kept else of_piece, strict=True):
+            runs += more
     return of_ranks
 
 
@@ -70,6 +75,11 @@ def _split(engine: Engine, begin: int, length: int, ranks: int) -> list[Runs]:
     for segment in layout.segments:
         runs[segment.owner].append((segment.start, segment.stop))
     return runs
+
+
+def _in_turn(begin: int, end: int, ranks: int) -> list[Runs]:
+    """Of each rank its tokens from one on, which go to the ranks in turn."""
+    return [[(at, at + 1) for at in range(begin + (rank - begin) % ranks, end, ranks)] for rank in range(ranks)]
 
 
 def _joined(runs: Runs) -> Runs:

@@ -171,15 +171,6 @@ class StaticBatch(Batch):
 
     # -- memory --------------------------------------------------------------------------------------------
 
-    def _sizes_of(self, states: Sequence[Any]) -> list[KeySize | None]:
-        """What a token takes in each layer; None: nothing, its state has one size."""
-        if self._layers is not None:
-            return [layer.key_size if isinstance(layer, Attention) else None for layer in self._layers]
-        return [
-            KeySize(state.k.shape[2], state.k.shape[3], state.v.shape[3]) if isinstance(state, KVCache) else None
-            for state in states
-        ]
-
     def _part(self, i: int, state: Any) -> Any:
         """What a layer remembers of one sequence: its keys, values and what it carries, or a `LayerState`."""
         if isinstance(state, LayerState):
@@ -216,7 +207,7 @@ class StaticBatch(Batch):
         size = max(0 if old is None else old.size, min(self._most, _power(seats, 1)))
         capacity = max(0 if old is None else old.capacity, columns_for(columns))
         if old is None:
-            self._sizes = self._sizes_of(like)
+            self._sizes = [_size_of(state) for state in like]
         before = self._states or [None] * len(self._sizes)
         cp = self._cp if any(self._sizes) else None
         keys = StaticRows(size, capacity, cp, self.model.device)
@@ -239,8 +230,7 @@ class StaticBatch(Batch):
 
     def _dtype(self, state: Any) -> torch.dtype:
         """Of a layer's keys."""
-        model: Any = self.model.model
-        return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
+        return state.k.dtype if isinstance(state, KVCache) else state.rows.store.dtype
 
 
 class StaticStep:
@@ -264,6 +254,13 @@ class StaticStep:
                         buffer.copy_(x)
         self._keys.advance()
         return out.logits, _likeliest(out.logits)
+
+
+def _size_of(state: Any) -> KeySize | None:
+    """What a token takes of what a layer remembers; None: nothing, its state has one size."""
+    if isinstance(state, LayerKeys):
+        return state.size
+    return KeySize(state.k.shape[2], state.k.shape[3], state.v.shape[3]) if isinstance(state, KVCache) else None
 
 
 def _likeliest(logits: Tensor) -> Tensor:

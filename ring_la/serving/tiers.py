@@ -69,11 +69,12 @@ class PackedPrefix(NamedTuple):
 
 class Home(NamedTuple):
     """Where a model keeps prefixes: its device, the store of keys that stay on their ranks (None: they do not), and the
-    layers these are of, by the number of their state. apart: states whose keys ranks and one process keep otherwise."""
+    layers these are of, by the number of their state (None: one of Transformers, which carries nothing). apart: states
+    whose keys ranks and one process keep otherwise."""
 
     device: torch.device
     keys: KeyStore | None
-    layers: Mapping[int, KeyedLayer]
+    layers: Mapping[int, KeyedLayer | None]
     apart: frozenset[int] = frozenset()
 
 

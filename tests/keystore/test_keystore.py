@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la import ArgumentError, ContextParallel
+from ring_la import ArgumentError, ContextParallel, attention
 from ring_la.indexers import block_index
 from ring_la.inference import (
     KeyRows,
@@ -18,6 +18,7 @@ from ring_la.inference import (
     decode_latents,
     read_attention,
 )
+from ring_la.keystore import with_earlier
 from tests.support.pool import group
 
 LENGTHS = (37, 5, 1, 90)
@@ -39,9 +40,14 @@ def whole(q: Tensor, k: Tensor, v: Tensor, window: int = -1, softcap: float = 0.
     return o, scores.logsumexp(1)
 
 
+def halves(k: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys ``[…, HK, K]`` as latents and rotary keys."""
+    return k[..., :1, :4], k[..., 1:, :2]
+
+
 def check_decoding(rank: int) -> None:
     cp = ContextParallel(group(), scan="ring")
-    store = KeyStore([KeySize(HK, K, V)], cp, dtype=torch.float64, block=BLOCK)
+    store = KeyStore([KeySize(HK, K, V), KeySize(1, 4, 2)], cp, dtype=torch.float64, block=BLOCK)
     keys, values, parts = [], [], []
     for i, n in enumerate(LENGTHS):
         keys.append(drawn(i, n, HK, K))
@@ -49,6 +55,7 @@ def check_decoding(rank: int) -> None:
         layout = cp.layout(n, ("zigzag", "contiguous", "striped")[i % 3])
         parts.append(store.open(1).extended(layout))
         parts[-1][0].put(*(layout.shard(x[-1][None]) for x in (keys, values)))
+        parts[-1][1].put(*halves(layout.shard(keys[-1][None])))
     rows, options = KeyRows.joined(parts), [{}, dict(window=6), dict(softcap=2.0, sinks=drawn(3, H))]
     del parts
     for t in range(7):
@@ -56,6 +63,7 @@ def check_decoding(rank: int) -> None:
         keys, values = ([torch.cat([a, b]) for a, b in zip(*pair)] for pair in ((keys, k), (values, v)))
         rows = rows.advanced(in_place=t % 2 == 1)
         rows[0].put(k, v)
+        rows[1].put(*halves(k))
         sent = cp.comm.bytes_sent
         for option in options:
             o, lse = decode_attention(q, rows[0], **option)
@@ -63,13 +71,19 @@ def check_decoding(rank: int) -> None:
                 want = whole(q[i, 0], keys[i], values[i], **option)
                 torch.testing.assert_close((o[i, 0], lse[i, :, 0]), want, rtol=1e-12, atol=1e-12)
         assert cp.comm.bytes_sent - sent == len(options) * len(rows) * H * (V + 1) * 8 * (cp.size - 1)
+        o = decode_attention(q, rows[1].joined(), **option).o
+        for i in range(len(rows)):
+            latent, turned = halves(keys[i])
+            want = whole(q[i, 0], torch.cat([latent, turned], -1), latent, **option)[0]
+            torch.testing.assert_close(o[i, 0], want, rtol=1e-12, atol=1e-12)
     one = rows.chosen([3])  # the only one: where it is
-    torch.testing.assert_close(decode_attention(q[3:], one[0]).o, decode_attention(q, rows[0]).o[3:])
+    for x, y in ((one[0], rows[0]), (one[1].joined(), rows[1].joined())):
+        torch.testing.assert_close(decode_attention(q[3:], x, softcap=2.0).o, decode_attention(q, y, softcap=2.0).o[3:])
     total = sum(LENGTHS) + 7 * len(LENGTHS)
     everywhere = cp.comm.all_gather(torch.tensor([rows.nbytes])).wait()
-    assert int(everywhere.sum()) == total * HK * (K + V) * 8
-    assert int(everywhere.max() - everywhere.min()) <= 6 * len(LENGTHS) * HK * (K + V) * 8
-    del rows, one
+    assert int(everywhere.sum()) == total * (HK * (K + V) + 6) * 8
+    assert int(everywhere.max() - everywhere.min()) <= 6 * len(LENGTHS) * (HK * (K + V) + 6) * 8
+    del rows, one, x, y
     assert store.nbytes == 0
 
 
@@ -158,16 +172,22 @@ def test_one_token_over_the_keys_it_has_chosen(ranks, size):
 def check_reading(rank: int) -> None:
     cp = ContextParallel(group(), scan="ring")
     q, k, v = drawn(1, 2, 40, H, K), drawn(2, 2, 40, HK, K), drawn(3, 2, 40, HK, V)
-    for window in (-1, 9):
+    for option in ({}, {"window": 9}, {"window": 9, "softcap": 2.0}, {"softcap": 2.0, "sinks": drawn(4, H)}):
         store, begin = KeyStore([KeySize(HK, K, V)], cp, dtype=torch.float64, block=BLOCK), 0
         rows = store.open(2)
         for end, kind in ((17, "zigzag"), (18, "zigzag"), (40, "contiguous")):
             layout = cp.layout(end - begin, kind)
             rows = rows.extended(layout)
-            o = read_attention(*(layout.shard(x[:, begin:end]) for x in (q, k, v)), rows[0], layout, window=window).o
+            mine = [layout.shard(x[:, begin:end]) for x in (q, k, v)]
+            if "softcap" in option:
+                rows[0].put(*mine[1:])
+                new = attention(*mine, window=(option.get("window", -1), -1), softcap=2.0, layout=layout)
+                o = with_earlier(mine[0], new, rows[0], layout, scale=K**-0.5, **option).o
+            else:
+                o = read_attention(*mine, rows[0], layout, **option).o
             for t, token in enumerate(layout.tokens().tolist()):
                 at = begin + token
-                want = torch.stack([whole(q[b, at], k[b, : at + 1], v[b, : at + 1], window)[0] for b in range(2)])
+                want = torch.stack([whole(q[b, at], k[b, : at + 1], v[b, : at + 1], **option)[0] for b in range(2)])
                 torch.testing.assert_close(o[:, t], want, rtol=1e-12, atol=1e-12)
             begin = end
 

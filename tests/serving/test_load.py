@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.cli import serve as serve_command
-from ring_la.inference import sharded_weights
+from ring_la.inference import LayerKeys, sharded_weights
 from ring_la.inference.sharded_weights import held_weights
 from ring_la.integrations.transformers import sharded
 from ring_la.models import HybridConfig, HybridLM
@@ -182,6 +182,7 @@ def answers(
         engine.submit(*jobs[:1], *[bad] * parts, *jobs[1:])
     engine.run()
     assert not engine.states.open
+    assert_spread(engine)
     assert model.resumes
     assert model.goes_on
     assert max(sizes, default=2) > 1  # side by side, where tokens are decoded
@@ -190,6 +191,30 @@ def answers(
         assert_shared(model.model, cp.size)
         assert bad.events == [Failed("the request has failed (RuntimeError)")] or not engine.ranks.leads
     return [job.tokens for job in (*jobs, *again)], [job.reused for job in again]
+
+
+UNEVEN = 4
+"""Tokens that a rank may have more than its part: two of each piece."""
+
+
+def assert_spread(engine: Engine) -> None:
+    """Keys stay on the rank that read them: of what is kept each has its part, and of all else nothing is left."""
+    cp, model = engine.cp, engine.model
+    assert model.shares_keys == (cp is not None and cp.size > 1)
+    if not model.shares_keys:
+        return
+    assert engine.states.kept
+    for kept in engine.states.kept.values():
+        rows = next(state.rows for state in kept.since.states if isinstance(state, LayerKeys))
+        everywhere = cp.comm.all_gather(torch.tensor([rows.nbytes])).wait()
+        each = model.home(cp).keys.token_bytes
+        assert int(everywhere.sum()) == kept.length * each
+        assert int(everywhere.max()) <= (kept.length / cp.size + UNEVEN) * each
+    store = model.home(cp).keys
+    del kept, rows
+    engine.states.kept.clear()
+    engine.batch.clear()
+    assert store.nbytes == 0
 
 
 def break_inside(model: Served, token: int) -> None:

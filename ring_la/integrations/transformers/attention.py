@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
+from ...keystore import LayerKeys, with_earlier, with_earlier_latents
+from ...outputs import AttentionOutput
 from ...softmax import attention, mla, sparse_attention
 from ...softmax.merging import Partial
 from .masks import CausalMask, mask_of
@@ -97,11 +99,11 @@ def attend(
         refuse_narrow_keys(module)
         ours["chosen"] = _choice(given)
         return _run(sparse_attention, tensors, module, attention_mask, given, ours), None
-    ours |= (
-        {"softcap": given.softcap or 0.0, "dropout_p": given.dropout}
-        | _before(module, key)
-        | asked_of_attention(module)
-    )
+    ours |= {"softcap": given.softcap or 0.0, "dropout_p": given.dropout} | asked_of_attention(module)
+    kept = _kept_before(module, key)
+    if kept is not None:
+        return _after_kept(tensors, module, attention_mask, given, ours, kept), None
+    ours |= _before(module, key)
     return _run(attention, tensors, module, attention_mask, given, ours), None
 
 
@@ -126,6 +128,11 @@ def attend_latents(
         raise UnsupportedError(
             "past_key_values", "an empty cache for latents with windows, sinks or indices", "a filled one"
         )
+    kept = _kept_before(module, latent)
+    if kept is not None:
+        new = AttentionOutput(*mla(*tensors, **(ours | call.split))[:2])
+        scale = query.shape[-1] ** -0.5 if given.scaling is None else given.scaling
+        return with_earlier_latents(tensors[0], new, kept.joined(), call.layout, w_uk, w_uv, scale=scale).o, None
     return _go_on(tensors, call, ours, *call.earlier.keys_before(latent)), None
 
 
@@ -166,6 +173,31 @@ def _before(module: Any, key: Tensor) -> dict[str, Any]:
         return {}
     k, v = (x.transpose(1, 2) for x in call.earlier.keys_before(key))
     return {"joint_k": k, "joint_v": v, "joint": "front"}
+
+
+def _kept_before(module: Any, key: Tensor) -> LayerKeys | None:
+    """The same where they stay on the ranks that read them; None: they do not."""
+    call = module._ring_la.call
+    return call.earlier.kept_before(key) if call is not None and call.earlier is not None else None
+
+
+def _after_kept(
+    tensors: tuple[Tensor, ...],
+    module: Any,
+    mask: CausalMask,
+    given: AttentionKeywords,
+    ours: dict[str, Any],
+    kept: LayerKeys,
+) -> Tensor:
+    """Attention of a call's tokens to each other and to those before them, whose keys stay where they are."""
+    mask, call = read_mask(module, mask, given), module._ring_la.call
+    if mask.chunk is not None:
+        raise UnsupportedError("past_key_values", "an empty cache for attention in chunks", "a filled one")
+    q, k, v = tensors
+    options: dict[str, Any] = {"window": -1 if mask.window is None else mask.window - 1, "softcap": ours["softcap"]}
+    options |= {"sinks": given.s_aux, "scale": q.shape[-1] ** -0.5 if given.scaling is None else given.scaling}
+    new = attention(q, k, v, **(ours | {"sinks": None, "window": (options["window"], -1)}), **call.split)
+    return with_earlier(q, new, kept, call.layout, **options).o
 
 
 def _choice(given: AttentionKeywords) -> Tensor:

@@ -13,6 +13,8 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from ...comm import Group
 from ...context import ShardedLayout
 from ...errors import UnsupportedError
+from ...keystore import LayerKeys
+from .kept_keys import KeptKeys
 
 
 class CacheRecorder(Cache):
@@ -73,11 +75,19 @@ class CacheRecorder(Cache):
         return DynamicCache(config=config)
 
     def replay(self, cache: Cache, layout: ShardedLayout) -> None:
-        """Put everything into `cache` as one process would have, or as it is into a `RankCache`. Collective."""
+        """Put everything into `cache` as one process would have, or as it is into a `RankCache`. Collective.
+
+        Keys of a cache with `KeptKeys`, as its attribute `kept`, are put there.
+        """
         if isinstance(cache, RankCache):
             cache.take(self.records, layout)
             return
+        kept: KeptKeys | None = getattr(cache, "kept", None)
         for name, tensors, args, keywords in self.records:
+            if name == "update" and kept is not None:
+                k, v = tensors
+                kept.take(_layer_of(args, keywords), k, v, layout)
+                continue
             if name in ("update", "update_indexer"):
                 tensors = tuple(layout.gather(t, dim=-2) for t in tensors)
             elif name == "update_conv_state":
@@ -128,7 +138,7 @@ class RankCache(Cache):
         """
         self.layout = layout
         for name, tensors, args, keywords in records:
-            layer = args[0] if args else keywords["layer_idx"]
+            layer = _layer_of(args, keywords)
             place = keywords.get("state_idx", 0)
             if name == "update":
                 self.entries += [Remembered(layer, kind, 0, x) for kind, x in zip(("key", "value"), tensors)]
@@ -227,11 +237,29 @@ class ContinuedRecorder(Earlier, CacheRecorder):
         Raises:
             UnsupportedError: they are not what was recorded.
         """
+        layer = self._layer(self._recorded(key))
+        return layer.keys, layer.values
+
+    def kept_before(self, key: Tensor) -> LayerKeys | None:
+        """What stays on its ranks of the tokens before those recorded as `key`; None: every rank has it all.
+
+        Raises:
+            UnsupportedError: they are not what was recorded.
+        """
+        kept: KeptKeys | None = getattr(self._cache, "kept", None)
+        return None if kept is None else kept.before(self._recorded(key))
+
+    def _recorded(self, key: Tensor) -> int:
+        """The layer that recorded this key."""
         for name, tensors, args, keywords in reversed(self.records):
             if name == "update" and tensors[0] is key:
-                layer = self._cache.layers[args[0] if args else keywords["layer_idx"]]
-                return layer.keys, layer.values
+                return _layer_of(args, keywords)
         raise UnsupportedError("past_key_values", "keys that go into the cache as they are attended to", "others")
+
+
+def _layer_of(args: tuple, keywords: dict) -> int:
+    """The layer's number in what an ``update`` was given."""
+    return args[0] if args else keywords["layer_idx"]
 
 
 def _last(x: Tensor, width: int, layout: ShardedLayout, group: Group) -> Tensor:

@@ -1,16 +1,17 @@
 """The next token of sequences that are decoded side by side: its attention, its experts.
 
 While a model of Transformers takes a step, its attention layers hand on the new token's keys alone, and the attention
-function `attend_rows` finds the memory these belong to: `KVRows`, or `StaticKeys` where a step has to do the same for
-all values, as a CUDA graph does. There latents are attended to as they are: a query goes into their space and its
-result comes back (the absorbed form, DeepSeek-V2, arXiv 2405.04434, §2.1.2), so nothing is expanded but the new token.
+function `attend_rows` finds the memory these belong to: `KVRows`; `LayerKeys` where keys stay on the ranks that read
+them, which decode together; or `StaticKeys` where a step has to do the same for all values, as a CUDA graph does. In
+the last two latents are attended to as they are: a query goes into their space and its result comes back (the absorbed
+form, DeepSeek-V2, arXiv 2405.04434, §2.1.2), so nothing is expanded but the new token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...errors import UnsupportedError
+from ...keystore import LayerKeys, decode_attention
 from ...keystore.static import StaticKeys
 from ...nn.decoding import KVRows, one_query
 from .attention import AttentionKeywords, read_mask
@@ -32,6 +34,10 @@ EXPERTS = "ring_la_step"
 """The name of `experts_of_step` in the registry of experts' functions."""
 
 
+Memory: TypeAlias = KVRows | StaticKeys | LayerKeys
+"""Where the keys of a layer's sequences are."""
+
+
 class KeysOfStep:
     """The keys of a step under way, which a model's modules find as ``_ring_la_rows``."""
 
@@ -39,9 +45,9 @@ class KeysOfStep:
         self.lengths: Tensor | None = None
         self.fixed = False  # whether memory has fixed addresses
         self._put: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the rows, by the new keys
-        self._latents: dict[int, tuple[StaticKeys, Tensor, Tensor]] = {}  # by layer
+        self._latents: dict[int, tuple[StaticKeys | LayerKeys, Tensor, Tensor]] = {}  # by layer
 
-    def put(self, rows: KVRows | StaticKeys, padded: bool, k: Tensor, v: Tensor, *at: Any, **keywords: Any) -> Any:
+    def put(self, rows: Memory, padded: bool, k: Tensor, v: Tensor, *at: Any, **keywords: Any) -> Any:
         """In place of a cache layer's ``update``: the new token's ``[N, H, 1, D]`` as they are; `padded`: all tokens'
         of all sequences, padded to the longest."""
         if not padded:
@@ -52,16 +58,16 @@ class KeysOfStep:
         keys, values = (pad_sequence(list(x), batch_first=True).transpose(1, 2) for x in written)
         return keys, values
 
-    def put_latents(self, layer: int, rows: StaticKeys, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+    def put_latents(self, layer: int, rows: StaticKeys | LayerKeys, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
         """The same of a layer whose module finds its latents here: they are handed on for their shape's sake."""
         self._latents[layer] = rows, k, v
         return k, v
 
-    def rows_of(self, key: Tensor) -> KVRows | StaticKeys | None:
+    def rows_of(self, key: Tensor) -> Memory | None:
         """The rows whose new keys these are."""
         return self._put.get(key)
 
-    def latents_of(self, module: Any) -> tuple[StaticKeys, Tensor, Tensor] | None:
+    def latents_of(self, module: Any) -> tuple[StaticKeys | LayerKeys, Tensor, Tensor] | None:
         """Memory, latent and rotary key ``[N, 1, 1, ·]`` of a module's new token."""
         return self._latents.get(getattr(module, "layer_idx", -1))
 
@@ -91,6 +97,9 @@ def attend_rows(
     window = -1 if mask.window is None else mask.window - 1
     options: dict[str, Any] = dict(scale=given.scaling, softcap=given.softcap or 0.0, sinks=given.s_aux)
     rows, latents = step.rows_of(key), step.latents_of(module)
+    if isinstance(rows, LayerKeys):
+        rows.put(k, v)
+        return decode_attention(q, rows, window=window, **options).o, None
     if rows is not None:
         return rows.decode(q, k, v, window, **options), None
     if latents is not None:
@@ -103,7 +112,7 @@ def attend_rows(
 
 
 def _attend_latents(
-    module: Any, q: Tensor, put: tuple[StaticKeys, Tensor, Tensor], window: int, options: dict[str, Any]
+    module: Any, q: Tensor, put: tuple[StaticKeys | LayerKeys, Tensor, Tensor], window: int, options: dict[str, Any]
 ) -> Tensor:
     """Of ``q [N, 1, H, K]``, whose first channels meet what the latents become, and the last ones the rotary keys."""
     keys, latent, rotary = put
@@ -113,7 +122,12 @@ def _attend_latents(
     inside = torch.bmm(plain.transpose(0, 1), w_uk).transpose(0, 1)[:, None]  # [N, 1, H, L]
     k, r = (x.transpose(1, 2) for x in (latent, rotary))
     scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
-    o = keys.decode_latents(inside, turned[:, None], k, r, window, **(options | {"scale": scale}))
+    if isinstance(keys, LayerKeys):
+        keys.put(k, r)
+        whole = torch.cat([inside, turned[:, None]], -1)
+        o = decode_attention(whole, keys.joined(), window=window, **(options | {"scale": scale})).o
+    else:
+        o = keys.decode_latents(inside, turned[:, None], k, r, window, **(options | {"scale": scale}))
     return torch.bmm(o[:, 0].transpose(0, 1), w_uv.mT).transpose(0, 1)[:, None]
 
 

@@ -1,10 +1,11 @@
 """What a model of Transformers remembers of sequences, as rows: read on, decoded side by side, joined and kept.
 
 A cache of the library holds one batch of one length, and grows by being copied. Here it is a list of states like those
-of a `HybridLM`: keys and values (`KVCache`; `KVRows` while sequences of any lengths are decoded side by side), and
-states of recurrences and tails of convolutions (`LayerState`), each with a row a sequence. For a call they are put into
-a cache of the library, whose layers keep all keys. What a step does with keys is in `next_token`; over states at fixed
-addresses (`StaticKeys`) it is the same for all values.
+of a `HybridLM`: keys and values (`KVCache`; `KVRows` while sequences of any lengths are decoded side by side;
+`LayerKeys` where `Sequences.share` has them stay on the ranks that read them), and states of recurrences and tails of
+convolutions (`LayerState`), each with a row a sequence. For a call they are put into a cache of the library, whose
+layers keep all keys. What a step does with keys is in `next_token`; over states at fixed addresses (`StaticKeys`) it is
+the same for all values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import inspect
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,43 +23,40 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+from ...context import ContextParallel
 from ...errors import UnsupportedError
 from ...inference import Prefilled
+from ...keystore import KeyRows, KeySize, KeyStore, LayerKeys
 from ...keystore.static import StaticKeys
 from ...nn import KVCache, LayerState
 from ...nn.decoding import KVRows
 from .attention import AttentionNames
 from .cache import WatchedCache
 from .call import Current, ModelCall
+from .kept_keys import KeptKeys, keys_of, with_keys
 from .masks import make_mask
 from .mixers import goes_on, make_forward, scans
 from .mixers.indexed import is_matrix
 from .mixers.latents import caches_latents
 from .next_token import ROWS, ExpertNames, KeysOfStep, attend_rows
+from .slots import put_keys, put_state, slots, with_all_keys
 from .step_parts import shorten
 
-KNOWN = (
-    *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"),
-    *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
-)
-"""Layers of caches that hold keys, values, and states of one size, and nothing else."""
-
-
-class Slot(NamedTuple):
-    """Where a state is in a cache: a layer's keys and values (`state` None), or one of its recurrent states."""
-
-    layer: int
-    state: int | None
+MEMORY = (KVRows, StaticKeys, LayerKeys)
+"""States that a step writes to where they are."""
 
 
 class Sequences:
-    """A model of Transformers whose sequences are rows. Collective where it is parallelized, but for `step`.
+    """A model of Transformers whose sequences are rows. Collective where it is parallelized; `step` is so only where
+    keys stay on their ranks.
 
     Args:
         model: its attention goes through the library's attention and mask functions, or its cache has states alone.
 
     Attributes:
         goes_on: whether tokens after others are split over the ranks, too, where the model is parallelized.
+        sizes: what a token takes in layers that keep keys, by the number of their state. keys: where these stay on the
+            ranks that read them; None: they are whole on every rank.
 
     Raises:
         UnsupportedError: its cache has something else than keys, values and states of one size.
@@ -87,31 +85,59 @@ class Sequences:
         if not isinstance(out[self.name], (DynamicCache, MiniMaxCache)):
             raise UnsupportedError("model", "one with a cache of the library", type(out[self.name]).__name__)
         self._of_minimax = isinstance(out[self.name], MiniMaxCache)
-        self._slots = _slots(out[self.name])
+        self._slots = slots(out[self.name])
+        layers = {i: out[self.name].layers[slot.layer] for i, slot in enumerate(self._slots) if slot.state is None}
+        self.sizes = {i: KeySize(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for i, x in layers.items()}
+        self._dtypes = {x.dtype for layer in layers.values() for x in (layer.keys, layer.values)}
+        self.keys: KeyStore | None = None
+
+    def share(self, cp: ContextParallel | None) -> None:
+        """Keys stay on the ranks that read them from now on; None: every rank has all.
+
+        Raises:
+            UnsupportedError: not those of this model.
+        """
+        self.keys = None
+        if cp is None:
+            return
+        if not all(self._latents.values()):
+            raise UnsupportedError("model", "latents that one matrix expands", "others")
+        if len(self._dtypes) > 1:
+            raise UnsupportedError("model", "keys of one dtype", sorted(map(str, self._dtypes)))
+        [dtype] = self._dtypes
+        self.keys = KeyStore(list(self.sizes.values()), cp, dtype=dtype, device=self.model.device)
 
     def read(self, ids: Tensor, states: Sequence[Any] | None) -> Prefilled:
         """Read ``ids [N, T]`` after what `states` have of as many sequences of one length (none are written to)."""
-        if states is not None and self._scans and self._split is not None and not self._is_split(ids):
+        alone = self._split is not None and not self._is_split(ids)
+        if states is not None and alone and (self._scans or self.keys is not None):
             for token in ids.unbind(1):  # so few that no rank has two
                 out = self.step(token, states, in_place=False)
                 states = out.states
             return out
+        rows = None if states is None else keys_of(states)
         if states is None:
             cache, positions = self._empty(), None
         else:
+            rows = None if rows is None else rows.chosen(range(len(rows)))  # all of their tokens are earlier ones
+            states = states if rows is None else with_keys(states, rows)
             cache, length = self._cache(states, own=False), _length(states)
             at = None if length is None else torch.arange(length, length + ids.shape[1], device=ids.device)
             positions = None if at is None else at[None].expand(len(ids), -1)
+        kept = self._kept(cache, rows)
         with self._going_on(cache, states is not None):
             out = self._call(ids, cache, positions)
-        return Prefilled(out.logits[:, -1], self._taken(cache))
+        return Prefilled(out.logits[:, -1], self._taken(cache, kept))
 
     def step(self, tokens: Tensor, states: Sequence[Any], in_place: bool) -> Prefilled:
         """Read one more token of each sequence, ``tokens [N]``; keys in `KVRows` or `StaticKeys` are written there.
+        Collective where keys stay on their ranks.
 
         in_place: states of one size are written over those given.
         """
-        rows = next((state for state in states if isinstance(state, (KVRows, StaticKeys))), None)
+        shared = keys_of(states)
+        states = states if shared is None else with_keys(states, shared.advanced(in_place))
+        rows = next((state for state in states if isinstance(state, MEMORY)), None)
         cache = self._cache(states, own=in_place)
         if rows is None:
             length = _length(states)
@@ -128,7 +154,7 @@ class Sequences:
                 out = self._call(tokens[:, None], cache, rows.length[:, None])
         finally:
             self._step.clear()
-        after = [old if isinstance(old, (KVRows, StaticKeys)) else new for old, new in zip(states, self._taken(cache))]
+        after = [old if isinstance(old, MEMORY) else new for old, new in zip(states, self._taken(cache))]
         return Prefilled(out.logits[:, -1], after)
 
     def _is_split(self, ids: Tensor) -> bool:
@@ -158,7 +184,7 @@ class Sequences:
     def _empty(self) -> Cache:
         """A new cache, in which windows keep all keys."""
         cache = MiniMaxCache() if self._of_minimax else DynamicCache(config=self.model.config)
-        cache.layers = [_with_all_keys(layer) for layer in cache.layers]
+        cache.layers = [with_all_keys(layer) for layer in cache.layers]
         return cache
 
     def _cache(self, states: Sequence[Any], own: bool) -> Cache:
@@ -171,35 +197,50 @@ class Sequences:
             layer: Any = cache.layers[slot.layer]
             if isinstance(state, KVRows):
                 layer.update = functools.partial(self._step.put, state, slot.layer in self._latents)
-            elif isinstance(state, StaticKeys):
+            elif isinstance(state, (StaticKeys, LayerKeys)):
                 layer.update = self._update_of(slot.layer, state)
             elif isinstance(state, KVCache):
-                _put_keys(layer, state.k.transpose(1, 2), state.v.transpose(1, 2))
+                put_keys(layer, state.k.transpose(1, 2), state.v.transpose(1, 2))
             else:
                 recurrent, tail = (x if x is None or own else x.clone() for x in (state.recurrent, state.tail))
                 if self._of_minimax:
                     cache.set_linear_cache(slot.layer, recurrent)  # type: ignore[attr-defined]
                 else:
-                    _put_state(layer, slot.state, recurrent, tail)
+                    put_state(layer, slot.state, recurrent, tail)
         for layer in cache.layers:  # that are asked how many tokens there are
             if length and not getattr(layer, "is_initialized", True):
-                _put_keys(layer, *[nothing.expand(1, 1, length, 1)] * 2)
+                put_keys(layer, *[nothing.expand(1, 1, length, 1)] * 2)
         return cache
 
-    def _update_of(self, layer: int, keys: StaticKeys) -> Callable[..., Any]:
-        """What takes a layer's new keys where they have fixed addresses."""
+    def _update_of(self, layer: int, keys: StaticKeys | LayerKeys) -> Callable[..., Any]:
+        """What takes a layer's new keys where they have fixed addresses, or stay on their ranks."""
         if layer not in self._latents:
             return functools.partial(self._step.put, keys, False)
         if not self._latents[layer]:
             raise UnsupportedError("capture", "False for latents that more than one matrix expands", f"layer {layer}")
         return functools.partial(self._step.put_latents, layer, keys)
 
-    def _taken(self, cache: Any) -> list[Any]:
-        """What a cache has."""
+    def _kept(self, cache: Any, before: KeyRows | None) -> KeptKeys | None:
+        """Where a call's keys go that stay on their ranks, after those of these sequences."""
+        if self.keys is None:
+            return None
+        layers = {self._slots[i].layer: n for n, i in enumerate(self.sizes)}
+        cache.kept = KeptKeys(self.keys, layers, before)
+        return cache.kept
+
+    def _taken(self, cache: Any, kept: KeptKeys | None = None) -> list[Any]:
+        """What a cache has, `kept` of it in its own place."""
+        if kept is not None and kept.after is None:  # a prompt that every rank has read
+            for i in self.sizes:
+                layer = cache.layers[self._slots[i].layer]
+                kept.take(self._slots[i].layer, layer.keys, layer.values, None)
+        keys = iter(range(len(self.sizes)))
         states: list[Any] = []
         for number, state in self._slots:
             layer = cache.layers[number] if number < len(cache.layers) else None
-            if state is None:
+            if state is None and kept is not None and kept.after is not None:
+                states.append(kept.after[next(keys)])
+            elif state is None:
                 states.append(KVCache(layer.keys.transpose(1, 2), layer.values.transpose(1, 2), None))
             elif self._of_minimax:
                 states.append(LayerState(cache.linear_cache[number]))
@@ -208,53 +249,10 @@ class Sequences:
         return states
 
 
-def _slots(cache: Any) -> list[Slot]:
-    """Where a cache has states, once a token was read."""
-    slots, linear = [], getattr(cache, "linear_cache", ())
-    for i in range(len(cache)):
-        if i < len(linear) and isinstance(linear[i], Tensor):
-            slots.append(Slot(i, 0))
-        if i >= len(cache.layers):
-            continue
-        layer = cache.layers[i]
-        if type(layer).__name__ not in KNOWN:
-            raise UnsupportedError("model", "a cache of keys, values and states", type(layer).__name__)
-        for n in range(getattr(layer, "number_of_states", 0)):
-            if layer.recurrent_states[n] is not None or layer.conv_states[n] is not None:
-                slots.append(Slot(i, n))
-        if getattr(layer, "keys", None) is not None:
-            slots.append(Slot(i, None))
-    return slots
-
-
-def _with_all_keys(layer: Any) -> Any:
-    """A new layer of a cache, or one like it that keeps all keys."""
-    kind = type(layer).__name__
-    if kind == "DynamicSlidingWindowLayer":
-        return cache_utils.DynamicLayer()
-    if kind == "LinearAttentionAndSlidingWindowAttentionLayer":
-        return cache_utils.LinearAttentionAndFullAttentionLayer(layer.number_of_states)
-    return layer
-
-
-def _put_keys(layer: Any, keys: Tensor, values: Tensor) -> None:
-    layer.dtype, layer.device = keys.dtype, keys.device
-    layer.keys, layer.values, layer.is_initialized = keys, values, True
-
-
-def _put_state(layer: Any, state: int | None, recurrent: Tensor | None, tail: Tensor | None) -> None:
-    for name, x in (("recurrent_states", recurrent), ("conv_states", tail)):
-        if x is not None:
-            getattr(layer, name)[state] = x
-            getattr(layer, f"is_{name}_initialized")[state] = True
-            layer.dtype, layer.device = x.dtype, x.device
-    if tail is not None:
-        layer.conv_kernel_size[state] = tail.shape[-1]
-    layer.has_previous_state[state] = True
-
-
 def _length(states: Sequence[Any]) -> int | None:
     """Tokens of sequences of one length; None: the states do not say, and no layer needs to know."""
+    if (shared := keys_of(states)) is not None:
+        return shared.earlier[0]
     return next((state.k.shape[1] for state in states if isinstance(state, KVCache)), None)
 
 
@@ -263,5 +261,7 @@ def _longest(states: Sequence[Any]) -> int:
     fixed = next((state for state in states if isinstance(state, StaticKeys)), None)
     if fixed is not None:
         return fixed.rows.columns
+    if (shared := keys_of(states)) is not None:
+        return max(shared.earlier)
     rows = next((state for state in states if isinstance(state, KVRows)), None)
     return (_length(states) or 0) if rows is None else max(rows.seats.lengths)
