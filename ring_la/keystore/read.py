@@ -80,7 +80,7 @@ def with_earlier(
     if any(state.rows.earlier):
         out = Partial(tuple(o.shape), q.dtype, q.device)
         out.add(o, lse)
-        for part in _parts(q, state, layout, Scores(scale, window, softcap)):
+        for part in _parts(q, state, layout, EarlierScores(scale, window, softcap)):
             out.add(part[..., :-1], part[..., -1].transpose(1, 2))
         o, lse = out.result()
     if sinks is not None:
@@ -135,13 +135,13 @@ def with_earlier_latents(
     low = torch.cat([torch.einsum("bthd,hdl->bthl", q[..., :D], w_uk), q[..., D:]], -1)
     out = Partial(tuple(new.o.shape), q.dtype, q.device)
     out.add(new.o, new.lse)
-    for part in _parts(low, state, layout, Scores(scale)):
+    for part in _parts(low, state, layout, EarlierScores(scale)):
         raised = torch.einsum("bthl,hvl->bthv", part[..., :L], w_uv.to(part.dtype))
         out.add(raised, part[..., -1].transpose(1, 2))
     return AttentionOutput(*out.result())
 
 
-class Scores(NamedTuple):
+class EarlierScores(NamedTuple):
     """How a query's scores with earlier keys are made."""
 
     scale: float
@@ -151,7 +151,7 @@ class Scores(NamedTuple):
     """c > 0 caps them at ±c."""
 
 
-def _parts(q: Tensor, state: LayerKeys, layout: ShardedLayout, how: Scores) -> Iterator[Tensor]:
+def _parts(q: Tensor, state: LayerKeys, layout: ShardedLayout, how: EarlierScores) -> Iterator[Tensor]:
     """What each rank's earlier keys give this rank's queries, in turn: ``[B, T, H, V + 1]`` wide, lse last."""
     comm = layout.cp.comm
     for s in range(comm.size):
@@ -174,7 +174,7 @@ def _swap(comm: Group, sends: dict[int, Tensor], receives: dict[int, Tensor]) ->
         comm.exchange(sends, receives).wait()
 
 
-def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, how: Scores) -> Tensor:
+def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, how: EarlierScores) -> Tensor:
     """What this rank's earlier keys give queries at `positions` after them: ``[B, T, H, V + 1]`` wide, lse last."""
     B, T, H, _ = q.shape
     dtype = wide(q.dtype)
@@ -199,7 +199,7 @@ def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, how: Scores) -> Ten
     return out
 
 
-def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, how: Scores) -> Partial:
+def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, how: EarlierScores) -> Partial:
     """What queries ``[T, H, K]`` at positions `at` get from earlier keys that are in their window."""
     heads, _, value = state.size
     part = Partial((1, len(q), q.shape[1], value), q.dtype, q.device)

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, ContextParallel
-from ring_la.serving import Keep, Overdue
+from ring_la.serving import Engine, Keep, NoText, Overdue
 from ring_la.serving.disk import fingerprint
+from ring_la.serving.pretrained import Pretrained
 from ring_la.serving.ranks import What
-from tests.serving.engines import SOME, Asked, engine, prompt, serve, truth
+from tests.serving.engines import LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import WHOLE, make
 from tests.support.pool import group
+from tests.support.transformers_models import CASES
 
 TURNS = (prompt(40), prompt(40) + prompt(6), prompt(40)[::-1], prompt(23), prompt(40) + prompt(6), prompt(23))
 """The second goes on from the first; the last two were asked before, and have left the device since."""
@@ -62,6 +64,20 @@ def test_states_go_to_the_host_and_to_disk_and_come_back_on_any_number_of_ranks(
     for bad in (Keep(1, disk=1), Keep(1, folder=tmp_path), Keep(-1)):
         with pytest.raises(ArgumentError, match="keep: expected"):
             engine(keep=bad)
+
+
+def check_latents(rank: int, folder: str) -> tuple[list[int], int, bool]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    model = Pretrained(CASES["deepseek_v3"].make(), cp)
+    server = Engine(model, NoText(), cp, patience=LONG, batch=1, keep=Keep(1 << 20, 0, 1 << 20, folder))
+    serve(server, jobs := [Asked([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 3)])
+    return jobs[0].tokens, jobs[0].reused, model.shares_keys
+
+
+def test_latents_of_transformers_come_back_from_disk_on_any_number_of_ranks(ranks, tmp_path):
+    found = [ranks.run(size, check_latents, str(tmp_path))[0] for size in (2, 1, 3)]
+    assert [what[1:] for what in found] == [(0, True), (11, False), (11, True)]
+    assert len({tuple(what[0]) for what in found}) == 1
 
 
 def spoil(entry: Path, how: str) -> None:
