@@ -275,6 +275,7 @@ def test_models_of_transformers(ranks, tmp_path: Path):
     for size, some in ((1, slice(1)), (3, slice(None))):
         assert ranks.run(size, check_transformers, folders[some], True)[0] == want[some], size
     assert ranks.run(2, check_transformers, folders[::4], True, True)[0] == want[::4]
+    assert ranks.run(2, check_transformers, folders[:1], False, True)[0] == want[:1]
     assert ranks.run(4, check_transformers, folders[::4])[0] == want[::4]
 
 

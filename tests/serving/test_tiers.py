@@ -66,18 +66,20 @@ def test_states_go_to_the_host_and_to_disk_and_come_back_on_any_number_of_ranks(
             engine(keep=bad)
 
 
-def check_latents(rank: int, folder: str) -> tuple[list[int], int, bool]:
+def check_latents(rank: int, folder: str, length: int) -> tuple[list[int], int, bool]:
+    """A prompt of so many tokens: what follows, and what was not read anew; whether keys stay on their ranks."""
     cp = ContextParallel(group(), scan="ring", validate="never")
     model = Pretrained(CASES["deepseek_v3"].make(), cp)
     server = Engine(model, NoText(), cp, patience=LONG, batch=1, keep=Keep(1 << 20, 0, 1 << 20, folder))
-    serve(server, jobs := [Asked([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], 3)])
+    serve(server, jobs := [Asked([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9][:length], 3)])
     return jobs[0].tokens, jobs[0].reused, model.shares_keys
 
 
 def test_latents_of_transformers_come_back_from_disk_on_any_number_of_ranks(ranks, tmp_path):
-    found = [ranks.run(size, check_latents, str(tmp_path))[0] for size in (2, 1, 3)]
-    assert [what[1:] for what in found] == [(0, True), (11, False), (11, True)]
-    assert len({tuple(what[0]) for what in found}) == 1
+    turns = [(2, 11), (1, 11), (1, 15), (2, 15)]
+    found = [ranks.run(size, check_latents, str(tmp_path), length)[0] for size, length in turns]
+    assert [what[1:] for what in found] == [(0, True), (11, False), (11, False), (15, True)]
+    assert (found[0][0], found[2][0]) == (found[1][0], found[3][0])
 
 
 def spoil(entry: Path, how: str) -> None:
