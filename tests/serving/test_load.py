@@ -383,3 +383,13 @@ def check_coded(rank: int) -> bool:
 def test_weights_of_a_kind_of_their_own_are_left_as_they_are(ranks):
     """As quantised ones are."""
     assert all(ranks.run(2, check_coded))
+
+
+def check_shared(rank: int) -> list[bool]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    return [Pretrained(CASES[name].make(), cp).shares_keys for name in ("gpt_oss", "gemma2", "llama4")]
+
+
+def test_keys_with_windows_sinks_and_caps_stay_on_their_ranks(ranks):
+    """The trial at the start compares them with one process's; of attention in chunks they do not."""
+    assert ranks.run(2, check_shared) == [[True, True, False]] * 2

@@ -109,8 +109,8 @@ class Sequences:
 
     def read(self, ids: Tensor, states: Sequence[Any] | None) -> Prefilled:
         """Read ``ids [N, T]`` after what `states` have of as many sequences of one length (none are written to)."""
-        alone = self._split is not None and not self._is_split(ids)
-        if states is not None and alone and (self._scans or self.keys is not None):
+        by_steps = self._split is not None and (self._scans or self.keys is not None)
+        if states is not None and by_steps and not self._is_split(ids):
             for token in ids.unbind(1):  # so few that no rank has two
                 out = self.step(token, states, in_place=False)
                 states = out.states
