@@ -74,8 +74,7 @@ class PlainSums:
             states = self._states(backward.S0)
             before = torch.cat([states[:, :1], states[:, :-1]], 1).masked_fill(self.first, 0)
             dg = G * self.decay * (before + self._at(backward.S0, self.first))
-        zeros = (x.new_zeros(x.shape) for x in (self.inputs.q, self.inputs.k))  # q and k are ones
-        given = Inputs(*zeros, G[..., None], dg)  # type: ignore[call-arg]
+        given = Inputs(None, None, G[..., None], dg)  # type: ignore[arg-type]
         return InputGradients(given, self._entering(G, dS_end))
 
     # -- walks ---------------------------------------------------------------------------------------------
