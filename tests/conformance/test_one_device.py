@@ -322,6 +322,25 @@ def test_bad_arguments_of_one_function_are_named(function, change, name):
         getattr(ring_la, function)(**(make_inputs(function, 1, 8) | change))
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(dict(output_final_state=1), "output_final_state"), (dict(scale=True), "scale"), (dict(mode="fast"), "mode"),
+     (dict(g=torch.zeros(1, 8, 6)), "g"), (dict(g=[0.0]), "g"), (dict(initial_state=torch.zeros(2, 7)), "initial_state")],
+)  # fmt: skip
+def test_what_differs_from_a_checked_call_is_checked(change, name):
+    x = make_inputs("hgrn", 1, 8) | dict(scale=1.0, output_final_state=True)
+    ring_la.hgrn(**x)
+    with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected .+, got .+"):
+        ring_la.hgrn(**(x | change))
+
+
+def test_wrong_names_are_python_s_error():
+    x = make_inputs("hgrn", 1, 8)
+    for args, keywords in (((), {"x": x["x"]}), ((), x | {"y": 1}), ((x["x"], x["g"], 1), {}), ((x["x"],), x)):
+        with pytest.raises(TypeError):
+            ring_la.hgrn(*args, **keywords)
+
+
 def test_unknown_keywords_are_not_swallowed():
     x = make_inputs("gla", 1, 8)
     with pytest.raises(TypeError, match="cu_seqlen"):
