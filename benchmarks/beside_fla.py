@@ -4,8 +4,8 @@
 
 A row is of the newest file that has both sides, timed alone in one run, 1 x 8,192 tokens, 32 heads of 128 (Mamba-2:
 1 x 32,768, 80 heads); if there is a newer one of ours alone, its times stand beside fla-core's older ones, marked †.
-The mean is geometric, a recurrence a row, and is given with † and without; rows of which fla-core's side is wrong (‡: its
-guard against its own gated backward is switched off there) are in neither.
+The mean is geometric, a recurrence a row, and is given with † and without; rows of which fla-core's side is wrong (‡:
+its guard against its own gated backward is switched off there) are in neither.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def run_composed(
     definition: Definition, call: functools.partial[Any], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
     """Check a call, let the ranks agree on it, and make it."""
-    form = definition.form
-    given = form.given(call)
-    tensors = {n: given[n] for n in definition.arguments if given[n] is not None or n not in form.optional}
+    own = definition.own
+    given = own.given(call)
+    tensors = {n: given[n] for n in definition.arguments if given[n] is not None or n not in own.optional}
     kind = _kind(definition, options, tensors)
     checked = None if kind is None else _checked.get(kind)
     if checked is None:

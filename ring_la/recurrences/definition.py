@@ -79,7 +79,7 @@ Raises:
 """
 
 
-class Form(NamedTuple):
+class OwnArguments(NamedTuple):
     """The arguments of a description but for `options`: those that may come by position, all, what they are where
     nobody gives them, and those that may be None."""
 
@@ -89,11 +89,13 @@ class Form(NamedTuple):
     optional: frozenset[str]
 
     @classmethod
-    def of(cls, describe: Callable[..., Any]) -> Form:
+    def of(cls, describe: Callable[..., Any]) -> OwnArguments:
         parameters = {n: p for n, p in inspect.signature(describe).parameters.items() if n != "options"}
         positional = tuple([n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD])
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-        return cls(positional, frozenset(parameters), defaults, frozenset([n for n, x in defaults.items() if x is None]))
+        return cls(
+            positional, frozenset(parameters), defaults, frozenset([n for n, x in defaults.items() if x is None])
+        )
 
     def given(self, call: functools.partial[Any]) -> dict[str, Any]:
         """A call's arguments by name."""
@@ -155,9 +157,9 @@ class Definition:
         return "options" in inspect.signature(self.describe).parameters
 
     @functools.cached_property
-    def form(self) -> Form:
+    def own(self) -> OwnArguments:
         """The arguments of its description."""
-        return Form.of(self.describe)
+        return OwnArguments.of(self.describe)
 
     @property
     def shared(self) -> tuple[str, ...]:

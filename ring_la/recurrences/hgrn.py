@@ -11,7 +11,6 @@ from .arguments import Argument
 from .definition import CommonOptions, Recurrence
 from .recurrence import recurrence
 
-
 GATED_SUM = Rule("sum", "scalar")
 
 

@@ -325,7 +325,8 @@ def test_bad_arguments_of_one_function_are_named(function, change, name):
 @pytest.mark.parametrize(
     ("change", "name"),
     [(dict(output_final_state=1), "output_final_state"), (dict(scale=True), "scale"), (dict(mode="fast"), "mode"),
-     (dict(g=torch.zeros(1, 8, 6)), "g"), (dict(g=[0.0]), "g"), (dict(initial_state=torch.zeros(2, 7)), "initial_state")],
+     (dict(g=torch.zeros(1, 8, 6)), "g"), (dict(g=[0.0]), "g"), (dict(cu_seqlens=[0, 8]), "cu_seqlens"),
+     (dict(initial_state=torch.zeros(2, 7)), "initial_state")],
 )  # fmt: skip
 def test_what_differs_from_a_checked_call_is_checked(change, name):
     x = make_inputs("hgrn", 1, 8) | dict(scale=1.0, output_final_state=True)

@@ -20,7 +20,6 @@ interpreted()
 from ring_la.kernels.runtime.triton_version import InterpretedKernel  # noqa: E402
 from ring_la.kernels.sums import recurrence as sums  # noqa: E402
 from ring_la.kernels.sums import walks  # noqa: E402
-
 from ring_la.linear import one_device  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,8 +211,8 @@ def _backward(
 
 def _gradients(dv: Tensor, dg: Tensor | None, entering: Tensor) -> InputGradients:
     """As they are returned; none of q and k, which nobody reads."""
-    given = Inputs(None, None, dv.unsqueeze(3), dg)  # type: ignore[arg-type]
-    return InputGradients(given, _wide(entering))
+    given: list[Any] = [None, None, dv.unsqueeze(3), dg]
+    return InputGradients(Inputs(*given), _wide(entering))
 
 
 def _wide(states: Tensor) -> Tensor:
