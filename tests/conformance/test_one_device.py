@@ -37,6 +37,7 @@ def test_a_definition_is_what_its_function_is():
     for r in DEFINITIONS:
         function = getattr(ring_la, r.name)
         assert function.definition is r
+        assert "own" in vars(r)  # found before a compiler follows a call: it cannot find it
         assert r.reference is getattr(reference, r.name)
         assert f"Source: {r.paper}." in function.__doc__
     x = make_inputs("gla", 1, 9)
