@@ -4,8 +4,8 @@
 
 A row is of the newest file that has both sides, timed alone in one run, 1 x 8,192 tokens, 32 heads of 128 (Mamba-2:
 1 x 32,768, 80 heads); if there is a newer one of ours alone, its times stand beside fla-core's older ones, marked †.
-The mean is geometric, a recurrence a row, and is given with † and without; rows of which fla-core's side is wrong (‡:
-its guard against its own gated backward is switched off there) are in neither.
+The mean is geometric, a recurrence a row, and is given with † and without; rows of which fla-core's side is far
+from ours (‡: a fault, or another definition) are in neither.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEWEST_FIRST = (
 WITHOUT = ("hgrn2", "mlstm", "mamba3", "mamba3_mimo")
 """Recurrences that fla-core has no operator of (its HGRN-2 is its GLA; its IPLR is our `dplr` without a decay)."""
 WRONG = 2e-2
-"""An error from which on a side is wrong: five times what bf16 rounds here."""
+"""An error that no rounding explains: five times what bf16 rounds here."""
 NAMES = [
     name
     for name, case in CASES.items()
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether fla-core's results are."""
+        """Whether fla-core's results are the recurrence's."""
         return self.errors[1] < WRONG
 
     @property
