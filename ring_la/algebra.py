@@ -42,7 +42,7 @@ class Rule:
     """How one token changes the state ``S [K, V]``, given ``D = diag(exp g)`` (g per head or per key channel).
 
     additive   S ← D S + k vᵀ
-    sum        S ← D S + v                              (heads of one number; q and k are ones)
+    sum        S ← D S + v                              (heads of one number; q and k are not read)
     delta      S ← (I − β k kᵀ) D S + β k vᵀ
     erase      S ← (I − β k aᵀ) D S + β k vᵀ            (a delta rule that erases along a key of its own)
     dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)

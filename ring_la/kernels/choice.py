@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..algebra import Rule
@@ -110,7 +111,8 @@ def make_local(
             return _sums()[1](rule, inputs, cu, scale, use)
         if canonical is None and (backend == "torch" or (backend is None and not inputs.q.is_cuda)):
             return PlainSums(rule, inputs, cu, scale)
-        rule = Rule("additive", rule.decay)  # with keys and queries of ones it is the same
+        rule, ones = Rule("additive", rule.decay), torch.ones_like(inputs.q)  # with keys and queries of ones it is it
+        inputs = inputs._replace(q=ones, k=ones)
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
     if strength.given(rule, inputs):
         chunks = not recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs)

@@ -116,7 +116,8 @@ def _gradients(do: Tensor, dS_end: Tensor | None, *arguments: Any) -> list[Tenso
     local = make_local(Rule.parse(call.rule), inputs, call.cu, call.scale, "chunk", call.backend)
     grads, dS0 = local.gradients(Backward(call.S0, do, gate=call.gate), dS_end)
     present = [(x, d) for x, d in zip(_wanted(inputs, call.gate), grads) if x is not None]
-    return [d.to(x.dtype).contiguous() for x, d in present] + ([] if dS0 is None else [dS0.contiguous()])
+    found = [torch.zeros_like(x) if d is None else d.to(x.dtype).contiguous() for x, d in present]
+    return found + ([] if dS0 is None else [dS0.contiguous()])
 
 
 linear_recurrence_backward = torch.library.custom_op(

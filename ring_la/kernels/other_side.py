@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from .protocol import Adjoint, Backward, Border, InputGradients, Inputs, Local, Output, Summary
@@ -68,9 +67,9 @@ class OtherSide:
         return InputGradients(found.inputs._replace(q=dq), found.entering)
 
     def _with(self, c: Tensor | None) -> Local[Any, Any]:
-        """The rule that reads by keys, with c (None: zeros) for queries."""
+        """The rule that reads by keys, with c (None: whatever they are, so the keys) for queries."""
         k = self.inputs.k
-        queries = torch.zeros_like(k) if c is None else c.to(k.dtype)
+        queries = k if c is None else c.to(k.dtype)
         return self.by_keys(inputs=self.inputs._replace(q=queries))
 
     def _back(self, backward: Backward) -> Backward:

@@ -136,8 +136,8 @@ class Adjoint(Generic[Back]):
 
 
 class InputGradients(NamedTuple):
-    """Gradients of the inputs (None where an input is, and for g where nobody wants it) and of the states that enter
-    (None where none do)."""
+    """Gradients of the inputs (None where an input is, for g where nobody wants it, and for what a rule does not read)
+    and of the states that enter (None where none do)."""
 
     inputs: Inputs
     entering: Tensor | None

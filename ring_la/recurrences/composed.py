@@ -9,9 +9,8 @@ What it does to each token by itself goes through `blockwise.by_block`, so that 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,17 +28,69 @@ from .arguments import Argument, check_arguments, state_dtype_of
 from .definition import CommonOptions, Definition
 
 
+class Checked(NamedTuple):
+    """What is known of calls of one kind: their sizes by letter, and whether arguments come as the description takes
+    them."""
+
+    sizes: Mapping[str, int]
+    plain: bool
+
+
+MOST_CHECKED = 1024
+_checked: dict[Hashable, Checked] = {}
+"""Kinds of calls on one device that were checked before: shapes, dtypes and flags, no tensors."""
+
+
 def run_composed(
     definition: Definition, call: functools.partial[Any], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
     """Check a call, let the ranks agree on it, and make it."""
+    own = definition.own
+    given = own.given(call)
+    tensors = {n: given[n] for n in definition.arguments if given[n] is not None or n not in own.optional}
+    kind = _kind(definition, options, tensors)
+    checked = None if kind is None else _checked.get(kind)
+    if checked is None:
+        checked = _agreed(definition, options, flags, tensors)
+        if kind is not None:
+            if len(_checked) >= MOST_CHECKED:
+                _checked.clear()
+            _checked[kind] = checked
+    if options.backend == "reference":
+        return _by_reference(definition, call, options, tensors)
+    sizes = checked.sizes
+    if not checked.plain:
+        given |= {n: _ready(x, definition.arguments[n], sizes, options) for n, x in tensors.items()}
+    ready = options._replace(scale=definition.scale(options, sizes.get("K", 1)), use_qk_l2norm=False, in_place=False)
+    if not options.in_place:
+        return call.func(**given, options=ready)
+    o, final = call.func(**given, options=ready._replace(output_final_state=True))
+    for part, new in zip(parts_of(options.initial_state), parts_of(final)):
+        part.copy_(new)
+    return LinearAttentionOutput(o, options.initial_state)
+
+
+def _kind(definition: Definition, options: CommonOptions, tensors: Mapping[str, Tensor]) -> Hashable | None:
+    """All that the checks of a call on one device depend on; None where that is more."""
+    if options.layout is not None or options.cu_seqlens is not None or torch.compiler.is_compiling() or transformed():
+        return None
+    try:
+        state = options.initial_state
+        parts = None if state is None else tuple([(x.shape, x.dtype, x.requires_grad) for x in parts_of(state)])
+        own = [(n, x.shape, x.dtype, x.device, x.requires_grad) for n, x in tensors.items()]
+        flags = options.scale, *options[2:]  # and their types: True is no 1
+        kind = (definition.describe, *own, type(state), parts, flags, *map(type, flags), torch.is_grad_enabled())
+        hash(kind)
+    except (AttributeError, TypeError):  # what is no tensor, or cannot be a key
+        return None
+    return kind
+
+
+def _agreed(
+    definition: Definition, options: CommonOptions, flags: Flags, tensors: Mapping[str, Tensor]
+) -> Checked:  # fmt: skip
+    """A call's sizes, after its checks; an error of one rank is raised on all."""
     layout, error, sizes = options.layout, None, {}
-    signature = inspect.signature(call.func)
-    bound = signature.bind(*call.args, **call.keywords, options=options)
-    bound.apply_defaults()
-    given = {n: x for n, x in bound.arguments.items() if n != "options"}
-    optional = {n for n, p in signature.parameters.items() if p.default is None}
-    tensors = {n: given[n] for n in definition.arguments if given[n] is not None or n not in optional}
     try:
         if transformed() and options.backend != "reference":
             refuse_transforms((*tensors.items(), ("initial_state", None)))
@@ -53,16 +104,13 @@ def run_composed(
         layout.agree(definition.name, None if error else _signature(definition, options, flags, tensors), error)
     elif error is not None:
         raise error
-    if options.backend == "reference":
-        return _by_reference(definition, call, options, tensors)
-    given |= {n: _ready(x, definition.arguments[n], sizes, options) for n, x in tensors.items()}
-    ready = options._replace(scale=definition.scale(options, sizes.get("K", 1)), use_qk_l2norm=False, in_place=False)
-    if not options.in_place:
-        return call.func(**given, options=ready)
-    o, final = call.func(**given, options=ready._replace(output_final_state=True))
-    for part, new in zip(parts_of(options.initial_state), parts_of(final)):
-        part.copy_(new)
-    return LinearAttentionOutput(o, options.initial_state)
+    return Checked(sizes, not any(_lacks(x, definition.arguments[n], sizes, options) for n, x in tensors.items()))
+
+
+def _lacks(x: Tensor, kind: Argument, sizes: Mapping[str, int], options: CommonOptions) -> bool:
+    """Whether an argument is not yet as the call's description takes it."""
+    unit = options.use_qk_l2norm and kind.kind in ("query", "key")
+    return unit or ("H" in kind.shape and x.shape[kind.shape.index("H")] != sizes["H"])
 
 
 def _ready(x: Tensor, kind: Argument, sizes: Mapping[str, int], options: CommonOptions) -> Tensor:

@@ -5,6 +5,7 @@ Values only: nothing here checks or runs.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,35 @@ Raises:
 """
 
 
+class OwnArguments(NamedTuple):
+    """The arguments of a description but for `options`: those that may come by position, all, what they are where
+    nobody gives them, and those that may be None."""
+
+    positional: tuple[str, ...]
+    names: frozenset[str]
+    defaults: dict[str, Any]
+    optional: frozenset[str]
+
+    @classmethod
+    def of(cls, describe: Callable[..., Any]) -> OwnArguments:
+        parameters = {n: p for n, p in inspect.signature(describe).parameters.items() if n != "options"}
+        positional = tuple([n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD])
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        return cls(
+            positional, frozenset(parameters), defaults, frozenset([n for n, x in defaults.items() if x is None])
+        )
+
+    def given(self, call: functools.partial[Any]) -> dict[str, Any]:
+        """A call's arguments by name."""
+        given = dict(zip(self.positional, call.args)) | call.keywords
+        if len(given) == len(call.args) + len(call.keywords):
+            given = self.defaults | given
+            if given.keys() == self.names:
+                return given
+        inspect.signature(call.func).bind(*call.args, **call.keywords, options=None)  # says what is wrong
+        raise AssertionError(sorted(given))
+
+
 @dataclass(frozen=True)
 class Definition:
     """What is known of a recurrence before any call: tests, tables and benchmarks follow from it.
@@ -125,6 +155,11 @@ class Definition:
     def composed(self) -> bool:
         """Whether it is made of other recurrences, rather than one rule over one scan."""
         return "options" in inspect.signature(self.describe).parameters
+
+    @functools.cached_property
+    def own(self) -> OwnArguments:
+        """The arguments of its description."""
+        return OwnArguments.of(self.describe)
 
     @property
     def shared(self) -> tuple[str, ...]:

@@ -65,6 +65,8 @@ def comba_token(
 def comba(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor) -> Recurrence:
     """Comba, the delta rule with closed-loop control: S ← e^g (I − β k pᵀ) S + β k vᵀ.
 
+    As fla-core's `naive_recurrent_comba`; its kernels erase what the state was before its decay, so with ``p · e^−g``.
+
     Args:
         q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm, which leaves p as it is).
         v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.

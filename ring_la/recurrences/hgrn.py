@@ -11,11 +11,14 @@ from .arguments import Argument
 from .definition import CommonOptions, Recurrence
 from .recurrence import recurrence
 
+GATED_SUM = Rule("sum", "scalar")
+
 
 @recurrence(paper="HGRN's, with channels as heads")
-def _channels(one: Tensor, x: Tensor, g: Tensor) -> Recurrence:
-    """S ← e^g S + x of heads one number wide."""
-    return Recurrence(Rule("sum", "scalar"), Inputs(one, one, x, g), names={"q": "x", "k": "x", "v": "x"})
+def _channels(x: Tensor, g: Tensor) -> Recurrence:
+    """S ← e^g S + x of heads one number wide. Nobody reads q and k: part of x stands for them."""
+    token = (x.detach() if x.requires_grad else x)[:, :, :1]
+    return Recurrence(GATED_SUM, Inputs(token, token, x, g), names={"q": "x", "k": "x", "v": "x"})
 
 
 def token(S: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,11 +43,10 @@ def hgrn(x: Tensor, g: Tensor, *, options: CommonOptions) -> LinearAttentionOutp
     Args:
         x: ``[B, T, D]``. g: log forget gate ``[B, T, D]``, ≤ 0.
     """
-    one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:2], 1, 1)
     initial = options.initial_state
     initial = None if initial is None else initial[..., None, None]
     o, S = _channels(
-        one, x[..., None], g, scale=options.scale, initial_state=initial,
+        x.unsqueeze(3), g, scale=options.scale, initial_state=initial,
         output_final_state=options.output_final_state, **options.scan,
     )  # fmt: skip
-    return LinearAttentionOutput(o[..., 0], None if S is None else S[..., 0, 0])
+    return LinearAttentionOutput(o.squeeze(3), None if S is None else S[..., 0, 0])

@@ -123,6 +123,7 @@ def public(definition: Definition) -> Public:
     common = _common(definition)
     names = frozenset(p.name for p in common)
     composed, names_of_own, number = definition.composed, tuple(own.parameters), str(enter(definition))
+    _ = definition.own  # found now: torch.compile cannot trace the first read of a cached property
     run = run_composed if composed else _run
     apart = outside_graphs(run)
 

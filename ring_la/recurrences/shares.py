@@ -51,7 +51,8 @@ def shares(k: Tensor, z: Tensor | None, options: CommonOptions) -> Shares:
     final: Tensor | None
     if options.backend != "torch" and options.layout is None and can_share(x):
         written, g, end = weight_shares(x, log, options.cu_seqlens)
-        final = torch.where(end > NEVER / 2, F.softplus(end, threshold=1e4), 0.0)
+        wanted = options.output_final_state
+        final = torch.where(end > NEVER / 2, F.softplus(end, threshold=1e4), 0.0) if wanted else None
     else:
         written, g, final = _by_parts(x, log, z is None, options)
     written, g = (t.unflatten(2, (H, -1)) for t in (written, g))

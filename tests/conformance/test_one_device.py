@@ -37,6 +37,7 @@ def test_a_definition_is_what_its_function_is():
     for r in DEFINITIONS:
         function = getattr(ring_la, r.name)
         assert function.definition is r
+        assert "own" in vars(r)  # found before a compiler follows a call: it cannot find it
         assert r.reference is getattr(reference, r.name)
         assert f"Source: {r.paper}." in function.__doc__
     x = make_inputs("gla", 1, 9)
@@ -320,6 +321,26 @@ BAD_OF_THEIR_OWN = [
 def test_bad_arguments_of_one_function_are_named(function, change, name):
     with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected .+, got .+"):
         getattr(ring_la, function)(**(make_inputs(function, 1, 8) | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(dict(output_final_state=1), "output_final_state"), (dict(scale=True), "scale"), (dict(mode="fast"), "mode"),
+     (dict(g=torch.zeros(1, 8, 6)), "g"), (dict(g=[0.0]), "g"), (dict(cu_seqlens=[0, 8]), "cu_seqlens"),
+     (dict(initial_state=torch.zeros(2, 7)), "initial_state")],
+)  # fmt: skip
+def test_what_differs_from_a_checked_call_is_checked(change, name):
+    x = make_inputs("hgrn", 1, 8) | dict(scale=1.0, output_final_state=True)
+    ring_la.hgrn(**x)
+    with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected .+, got .+"):
+        ring_la.hgrn(**(x | change))
+
+
+def test_wrong_names_are_python_s_error():
+    x = make_inputs("hgrn", 1, 8)
+    for args, keywords in (((), {"x": x["x"]}), ((), x | {"y": 1}), ((x["x"], x["g"], 1), {}), ((x["x"],), x)):
+        with pytest.raises(TypeError):
+            ring_la.hgrn(*args, **keywords)
 
 
 def test_unknown_keywords_are_not_swallowed():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_la
 from ring_la.algebra import Rule
+from ring_la.kernels import choice
 from ring_la.kernels.protocol import Backward, Inputs
 from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
 from ring_la.kernels.pytorch.sums import PlainSums
@@ -15,8 +17,10 @@ from tests.support.triton_cases import error
 
 interpreted()
 
+from ring_la.kernels.runtime.triton_version import InterpretedKernel  # noqa: E402
 from ring_la.kernels.sums import recurrence as sums  # noqa: E402
 from ring_la.kernels.sums import walks  # noqa: E402
+from ring_la.linear import one_device  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -63,3 +67,35 @@ def test_no_tokens_leave_the_state():
     assert o.shape == x.shape
     assert torch.equal(final, S)
     assert torch.equal(torch.autograd.grad(final.sum(), S)[0], torch.ones(1, 3))
+
+
+class Seen(TorchDispatchMode):
+    """The operations that run within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations.add(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="leaves out what the interpreter does")
+def test_hgrn_launches_nothing_but_its_kernels(monkeypatch):
+    """A call that has come by, forward and backward: the same bits, and PyTorch does nothing but views."""
+    monkeypatch.setattr(choice, "_unsupported_sums", sums.unsupported)
+    x, g, do = (torch.randn(1, 6, 5, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    x, g = x.requires_grad_(), (-g.abs()).requires_grad_()
+
+    def called() -> tuple[torch.Tensor, ...]:
+        o = ring_la.hgrn(x, g).o
+        return o, *torch.autograd.grad(o, (x, g), do)
+
+    first, again = called(), [called() for _ in range(3)]
+    assert all(torch.equal(a, b) for found in again for a, b in zip(first, found))
+    monkeypatch.setattr(InterpretedKernel, "__call__", lambda self, grid, args: None)
+    monkeypatch.setattr(one_device, "traced", lambda *tensors: False)  # as without a mode that looks on
+    with Seen() as seen:
+        called()
+    assert seen.operations <= {"detach", "view", "squeeze", "unsqueeze", "slice", "alias", "as_strided"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -65,15 +66,13 @@ class LedTokens:
 
     Attributes:
         rows: ``[B, T + pieces·width, D]``, lead and tokens of the first piece, then of the second, …
-        token: for each token, where the row `width` places before it is, int64 ``[T]``.
-        lead: where each piece's lead is, int64 ``[pieces, width]``. last: where its last `width` rows are, the same.
+        tokens: T. cu: the pieces' offsets, int64; None: there is one piece.
     """
 
     rows: Tensor
-    token: Tensor
-    lead: Tensor
-    last: Tensor
+    tokens: int
     width: int
+    cu: Tensor | None
 
     @classmethod
     def of(cls, x: Tensor, width: int, lead: Tensor | None, cu: Tensor | None) -> LedTokens:
@@ -81,28 +80,54 @@ class LedTokens:
         pieces, T = 1 if cu is None else cu.shape[0] - 1, x.shape[1]
         if lead is None:
             lead = x.new_zeros(x.shape[0], pieces, width, x.shape[2])
-        t, r = torch.arange(T, device=x.device), torch.arange(width, device=x.device)
         if cu is None:
-            return cls(torch.cat([lead[:, 0].to(x.dtype), x], 1), t, r[None], T + r[None], width)
-        cu = cu.long()
-        token = t + width * torch.searchsorted(cu[1:], t, right=True)
-        begin = (cu + width * torch.arange(pieces + 1, device=x.device))[:, None] + r
-        rows = x.new_zeros(x.shape[0], T + pieces * width, x.shape[2])
-        rows = rows.index_copy(1, token + width, x)
-        rows = rows.index_copy(1, begin[:-1].flatten(), lead.to(x.dtype).flatten(1, 2))
-        return cls(rows, token, begin[:-1], begin[1:] - width, width)
+            return cls(torch.cat([lead[:, 0].to(x.dtype), x], 1), T, width, None)
+        led = cls(x.new_zeros(x.shape[0], T + pieces * width, x.shape[2]), T, width, cu.long())
+        led.rows = led.rows.index_copy(1, led.token + width, x)
+        led.rows = led.rows.index_copy(1, led.lead.flatten(), lead.to(x.dtype).flatten(1, 2))
+        return led
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one piece."""
+        return self.cu is None or self.cu.shape[0] == 2
+
+    @cached_property
+    def token(self) -> Tensor:
+        """For each token, where the row `width` places before it is, int64 ``[T]``."""
+        t = torch.arange(self.tokens, device=self.rows.device)
+        return t if self.cu is None else t + self.width * torch.searchsorted(self.cu[1:], t, right=True)
+
+    @cached_property
+    def _border(self) -> Tensor:
+        """Where the lead of each piece is, and of one more behind the last, ``[pieces + 1, width]``."""
+        r = torch.arange(self.width, device=self.rows.device)
+        if self.cu is None:
+            return torch.stack([r, self.tokens + self.width + r])
+        return (self.cu + self.width * torch.arange(self.cu.shape[0], device=r.device))[:, None] + r
+
+    @property
+    def lead(self) -> Tensor:
+        """Where each piece's lead is, int64 ``[pieces, width]``."""
+        return self._border[:-1]
+
+    @property
+    def last(self) -> Tensor:
+        """Where each piece's last `width` rows are, the same."""
+        return self._border[1:] - self.width
 
     @property
     def before(self) -> Tensor:
         """The row `width` places before each token ``[B, T, D]``."""
-        if self.lead.shape[0] == 1:
-            return self.rows[:, : self.token.shape[0]]
-        return self.rows.index_select(1, self.token)
+        return self.rows[:, : self.tokens] if self.single else self.rows.index_select(1, self.token)
 
     @property
     def ends(self) -> Tensor:
         """The last `width` rows of each piece ``[B, pieces, width, D]``."""
-        return self.rows.index_select(1, self.last.flatten()).unflatten(1, self.last.shape)
+        if self.cu is None:
+            return self.rows[:, self.tokens :].unsqueeze(1).clone()  # what is kept of a call keeps none of its tokens
+        last = self.last
+        return self.rows.index_select(1, last.flatten()).unflatten(1, last.shape)
 
 
 def plain_convolve(
@@ -118,7 +143,7 @@ def plain_convolve(
         o = o + w[:, j] * rows[:, j : j + n]
     if bias is not None:
         o = o + bias.to(wide)
-    o = o if behind.lead.shape[0] == 1 else o.index_select(1, behind.token)
+    o = o if behind.single else o.index_select(1, behind.token)
     return (F.silu(o) if silu else o).to(x.dtype), behind.ends if ends else None
 
 

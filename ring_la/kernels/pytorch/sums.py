@@ -8,7 +8,7 @@ piece starts the decay is zero, and what is left of its own state is added to wh
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -74,9 +74,8 @@ class PlainSums:
             states = self._states(backward.S0)
             before = torch.cat([states[:, :1], states[:, :-1]], 1).masked_fill(self.first, 0)
             dg = G * self.decay * (before + self._at(backward.S0, self.first))
-        zeros = (x.new_zeros(x.shape) for x in (self.inputs.q, self.inputs.k))  # q and k are ones
-        given = Inputs(*zeros, G[..., None], dg)  # type: ignore[call-arg]
-        return InputGradients(given, self._entering(G, dS_end))
+        given: list[Any] = [None, None, G[..., None], dg]  # q and k are not read
+        return InputGradients(Inputs(*given), self._entering(G, dS_end))
 
     # -- walks ---------------------------------------------------------------------------------------------
 

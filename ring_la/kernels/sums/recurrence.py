@@ -9,7 +9,8 @@ gives the states that enter each, and a second walk the output. Backward is the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,11 +68,15 @@ class GatedSums:
     crosses: ClassVar[bool] = False
 
     def __init__(self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse = PLAIN) -> None:
-        self.rule, self.scale, self.ones = rule, float(scale), (inputs.q, inputs.k)
-        self.v = inputs.v[..., 0].contiguous()
+        self.rule, self.scale, self.use, self.cu = rule, float(scale), use, cu
+        self.v = inputs.v.squeeze(3).contiguous()
         self.g = None if inputs.g is None else inputs.g.contiguous()
-        cu = None if cu is None else aligned(cu.to(device=self.v.device, dtype=torch.int32))
-        self.runs = Runs.of(self.v.shape[1], walks.span_length(*self.v.shape), walks.TOKENS, cu)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The spans of its pieces."""
+        cu = None if self.cu is None else aligned(self.cu.to(device=self.v.device, dtype=torch.int32))
+        return Runs.of(self.v.shape[1], walks.span_length(*self.v.shape), walks.TOKENS, cu)
 
     # -- the protocol --------------------------------------------------------------------------------------
 
@@ -88,9 +93,10 @@ class GatedSums:
         self, S0: Tensor | None, summary: Summary[SpanParts] | None = None, border: Border | None = None
     ) -> Output:
         assert border is None  # see `crosses`
-        if summary is None and self.runs.table is None:
+        if summary is None and self.cu is None:
             o, ends, *found = _forward(self.v, self.g, _narrow(S0), self.scale)
-            return Output(o[..., None], _wide(ends), tuple(found) if found[0] is not None else ())
+            leaving = _wide(ends) if self.use.final else None
+            return Output(o.unsqueeze(3), leaving, tuple(found) if found[0] is not None else ())
         reached = self._reached(S0, None if summary is None else summary.found)
         walk = walks.forwards(self.v, self.g, reached.entering, self.runs, self.scale)
         assert walk.out is not None
@@ -116,9 +122,9 @@ class GatedSums:
         assert border is None
         entering, totals = self._saved(backward)
         behind, first = _narrow(dS_end), None
-        if adjoint is None and self.runs.table is None:
-            tensors = backward.do[..., 0], self.v, self.g, entering, totals, behind
-            return self._gradients(*_backward(*tensors, self.scale, backward.gate))
+        if adjoint is None and self.cu is None:
+            tensors = backward.do.squeeze(3), self.v, self.g, entering, totals, behind
+            return _gradients(*_backward(*tensors, self.scale, backward.gate))
         if totals is not None:
             own = self._own_gradients(backward) if adjoint is None else adjoint.found
             over = walks.over_spans(own, totals, behind, self.runs, reverse=True)
@@ -126,15 +132,10 @@ class GatedSums:
         kept = None
         if self.g is not None and backward.gate:
             kept = walks.forwards(self.v, self.g, entering, self.runs, 1.0, kept=True).out
-        do = backward.do[..., 0].contiguous()
+        do = backward.do.squeeze(3).contiguous()
         dv, dg, into = walks.backwards(do, self.g, kept, behind, self.runs, self.scale, self.v.dtype)
         assert dv is not None
-        return self._gradients(dv, dg, into if first is None else first)
-
-    def _gradients(self, dv: Tensor, dg: Tensor | None, entering: Tensor) -> InputGradients:
-        zeros = (x.new_zeros(()).expand(x.shape) for x in self.ones)  # q and k are ones
-        given = Inputs(*zeros, dv[..., None], dg)  # type: ignore[call-arg]
-        return InputGradients(given, _wide(entering))
+        return _gradients(dv, dg, into if first is None else first)
 
     # -- spans ---------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class GatedSums:
     def _own_gradients(self, backward: Backward, behind: Tensor | None = None) -> Tensor:
         """What the outputs of each span, and what comes from behind it, send to the state that enters it
         ``[B, NS, C]``."""
-        do = backward.do[..., 0].contiguous()
+        do = backward.do.squeeze(3).contiguous()
         return walks.backwards(do, self.g, None, behind, self.runs, self.scale, None).entering
 
 
@@ -208,8 +209,14 @@ def _backward(
     return dv, dg, into if first is None else first
 
 
+def _gradients(dv: Tensor, dg: Tensor | None, entering: Tensor) -> InputGradients:
+    """As they are returned; none of q and k, which nobody reads."""
+    given: list[Any] = [None, None, dv.unsqueeze(3), dg]
+    return InputGradients(Inputs(*given), _wide(entering))
+
+
 def _wide(states: Tensor) -> Tensor:
-    return states[..., None, None]
+    return states.view(*states.shape, 1, 1)
 
 
 def _narrow(states: Tensor | None) -> Tensor | None:
