@@ -43,12 +43,14 @@ class PatchedOnce:
     """`_patch_lang`, which makes the functions of `triton.language` interpreted ones: once a launch, until its end."""
 
     def __init__(self, patch: Callable) -> None:
-        self.patch, self.during = patch, set()
+        self.patch, self.during, self.of = patch, set(), {}
 
     def __call__(self, fn: Callable) -> Any:
         import triton.language as tl
 
-        languages = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if fn not in self.of:
+            self.of[fn] = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+        languages = self.of[fn]
         if self.during and languages <= self.during:
             return None  # to a device function, which does not ask for the patches' end
         scope, launch = self.patch(fn), not self.during
@@ -155,23 +157,54 @@ def compare_types_quickly() -> None:
 
 def take_as_they_are(interpreter: ModuleType) -> None:
     """Operands of one type need no cast, and of one shape no broadcast."""
-    import triton.language.core as core
-
     semantic = interpreter.TritonSemantic
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    halves = {"fp16", "bf16"}
 
     def checked(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-        if type(lhs) is type(rhs) is core.tensor:
-            one = lhs.dtype
-            if one is rhs.dtype and type(one) is core.dtype and not (div_or_mod and one.name in halves):
-                return broadcasted(self, lhs, rhs)
-        return check(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic_check, div_or_mod)
+        given = fitting(self, lhs, rhs, lhs_ptr) if arithmetic_check and not div_or_mod else None
+        if given is None:
+            return check(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic_check, div_or_mod)
+        return broadcasted(self, *given)
 
     def broadcasted(self, lhs, rhs):
-        return (lhs, rhs) if lhs.sizes == rhs.sizes else broadcast(self, lhs, rhs)
+        a, b = lhs.sizes, rhs.sizes
+        if a == b:
+            return lhs, rhs
+        if len(a) != len(b) or any(x != y and 1 not in (x, y) for x, y in zip(a, b)):
+            return broadcast(self, lhs, rhs)  # a scalar, more dimensions, or an error
+        common = builtins.tuple([y if x == 1 else x for x, y in zip(a, b)])
+        return stretched(self, lhs, common), stretched(self, rhs, common)
 
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = checked, broadcasted
+
+
+def stretched(semantic: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+    """`x` in a shape that it has but for sizes of 1."""
+    import triton.language.core as core
+
+    if x.sizes == sizes:
+        return x
+    kind = core.block_type(x.type.scalar, list(sizes))
+    return semantic.tensor(semantic.builder.create_broadcast(x.handle, list(sizes)), kind)
+
+
+def fitting(semantic: Any, lhs: Any, rhs: Any, lhs_ptr: bool) -> tuple[Any, Any] | None:
+    """The operands of a sum, a product or a comparison, as tensors of types that go together; None: not told here."""
+    import triton.language.core as core
+
+    if type(lhs) is not core.tensor:
+        found = fitting(semantic, rhs, lhs, False) if type(rhs) is core.tensor else None
+        return found and found[::-1]
+    one = lhs.dtype
+    if type(rhs) is core.tensor:
+        plain = one is rhs.dtype and type(one) is core.dtype
+        offset = lhs_ptr and type(one) is core.pointer_type and (rhs.dtype is core.int32 or rhs.dtype is core.int64)
+        return (lhs, rhs) if plain or offset else None
+    if one is core.float32:
+        fits = type(rhs) in (int, float)
+    else:
+        fits = (one is core.int32 or one is core.int64) and type(rhs) is int and 0 <= rhs < 2**31
+    return (lhs, semantic.scalar_constant(rhs, one)) if fits else None
 
 
 def by_slices(original: Callable) -> Callable:
