@@ -43,7 +43,9 @@ class PatchedOnce:
     """`_patch_lang`, which makes the functions of `triton.language` interpreted ones: once a launch, until its end."""
 
     def __init__(self, patch: Callable) -> None:
-        self.patch, self.during, self.of = patch, set(), {}
+        self.patch = patch
+        self.during: set[ModuleType] = set()
+        self.of: dict[Callable, set[ModuleType]] = {}
 
     def __call__(self, fn: Callable) -> Any:
         import triton.language as tl
