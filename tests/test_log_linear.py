@@ -87,7 +87,7 @@ def test_split_is_whole(ranks, P, T, kind, cu, scan):
 
 
 def refused(rank: int) -> None:
-    layout = ring_la.ContextParallel(group(), timeout=20).layout(T)
+    layout = ring_la.ContextParallel(group(), timeout=60).layout(T)
     x = {n: layout.shard(t.detach()) for n, t in tokens(1).items()}
     few = x | {"lam": x["lam"][..., :8]}
     with pytest.raises(ring_la.RingLAError, match="lam"):

@@ -95,7 +95,7 @@ def leaky(q, k, v, tau):
 
 def angles_of_another_width(rank: int) -> list[str]:
     """What Mamba-3 says where one rank's angles do not fit: on every rank, and before it sends anything."""
-    layout, said = ring_la.ContextParallel(group(), timeout=20).layout(24), []
+    layout, said = ring_la.ContextParallel(group(), timeout=60).layout(24), []
     for name in ("mamba3", "mamba3_mimo"):
         x = make_inputs(name, 1, layout.local_length)
         x["theta"] = x["theta"][..., : 2 if rank == 0 else 3]

@@ -103,7 +103,7 @@ def test_a_killed_rank_changes_no_bit_and_sigterm_leaves_a_checkpoint(pair, tmp_
     try:
         reaches(max(first + 1, 6), folder, process, log)
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
-        reaches(max(curve(folder)) + STEPS, folder, process, log)
+        reaches(max(max(curve(folder)) + 3, STEPS), folder, process, log)
         process.send_signal(signal.SIGTERM)
         process.wait(60)  # which ends with the signal it got
     finally:
@@ -219,7 +219,7 @@ def cut_off(rank: int, options: list[str]) -> str:
 
 def test_what_one_rank_cannot_read_ends_all(pair, tmp_path):
     said = "stopped by rank 1: OSError: no such disk after step 2 of 8; started again, it goes on from there"
-    assert pair.run(2, cut_off, arguments(tmp_path, run__save_every=5), timeout=30) == [said] * 2
+    assert pair.run(2, cut_off, arguments(tmp_path, run__save_every=5)) == [said] * 2
     assert [f.name for f in tmp_path.glob("checkpoints/*")] == ["step-00000002"]
 
 

@@ -73,7 +73,7 @@ def _context(
 ) -> ring_la.ContextParallel:
     how: Any = dict(scan=scan, attention=attention, head_groups=head_groups)
     how |= dict(deterministic=deterministic, validate=validate)
-    return ring_la.ContextParallel(group(P), **how, timeout=20.0)
+    return ring_la.ContextParallel(group(P), **how, timeout=60.0)
 
 
 def judge(rank: int, lines: list[str]) -> tuple[list[Told], float]:

@@ -29,7 +29,7 @@ class Training:
         torch.manual_seed(seed)
         self.case = case
         self.mesh = TrainingMesh.make("cpu", **AXES[axes])
-        self.cp = ContextParallel(self.mesh.context, scan="ring", timeout=30.0)
+        self.cp = ContextParallel(self.mesh.context, scan="ring", timeout=60.0)
         model = HybridLM(HybridConfig(19, 8, case.how["layers"], 2)).double()
         self.model = shard_parameters(model, self.mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)

@@ -147,7 +147,7 @@ def test_a_reader_and_vllm_are_started_as_they_are_read(tmp_path):
         "LEAST": "9",
     }
     command = ["bash", str(ROOT / "launch/read_and_decode.sh"), "/models/model", "--port", "8000"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
     assert words[:3] == ["serve", "/models/model", "--kv-transfer-config"]

@@ -142,7 +142,7 @@ def test_checkpointed_blocks(ranks):
 
 
 def check_refusals(rank: int) -> None:
-    cp = ContextParallel(group(), scan="ring", timeout=20)
+    cp = ContextParallel(group(), scan="ring", timeout=60)
     layer, layout = make(), cp.layout(37)
     with pytest.raises(RingLAError, match="x: expected this rank's tokens with a layout, got all 37"):
         layer(tokens(1, 37), layout=layout)

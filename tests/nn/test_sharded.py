@@ -137,7 +137,7 @@ def test_chosen_keys_do_not_go_on_from_a_cache_on_split_tokens(ranks, name):
 
 
 def check_refusals(rank: int) -> None:
-    cp = ContextParallel(group(), scan="ring", timeout=20)
+    cp = ContextParallel(group(), scan="ring", timeout=60)
     layout, other = cp.layout(TOKENS), cp.layout(TOKENS + 2)
     layer = make("gdn")
     x = torch.randn(2, layout.local_length, DIM, dtype=torch.float64)

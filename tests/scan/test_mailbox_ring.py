@@ -62,7 +62,7 @@ def check_canonical(rank: int, folder: str) -> None:
 
 
 def test_a_canonical_fold_goes_by_messages(ranks, tmp_path):
-    ranks.run(2, check_canonical, str(tmp_path), timeout=20)
+    ranks.run(2, check_canonical, str(tmp_path))
 
 
 def check_horizon(rank: int, folder: str, forgets: bool) -> float:

@@ -161,8 +161,8 @@ def answers(
     """Tokens of all prompts side by side, read in pieces; and of the kept ones again, what was not read anew. Where
     weights are sharded another prompt fails among them. fixed: states have fixed addresses."""
     model, text = load(folder, cp, sharded=parts)
-    bad = Asked([5, 6, 7, 8, 9, 1], 5)
-    jobs, again = [Asked(ids, 5) for ids in prompts()], [Asked(ids, 5) for ids in prompts()[:2]]
+    bad = Asked([5, 6, 7, 8, 9, 1], TOKENS)
+    jobs, again = [Asked(ids, TOKENS) for ids in prompts()], [Asked(ids, TOKENS) for ids in prompts()[:2]]
     engine = Engine(model, text, cp, patience=LONG, piece=13, batch=3, keep=1 << 20, capture=fixed)
     assert isinstance(engine.batch, StaticBatch) == fixed
     sizes, step = [], model.step
@@ -257,7 +257,8 @@ def check_transformers(
 
 LARGE = 512
 """Bytes from which a weight is sharded here."""
-MODELS = ("qwen3_next", "bamba", "llama", "minimax", "kimi_linear", "jamba")
+TOKENS = 3
+MODELS = ("qwen3_next", "bamba", "kimi_linear", "jamba", "llama", "minimax")
 
 
 def test_models_of_transformers(ranks, tmp_path: Path):
@@ -266,17 +267,20 @@ def test_models_of_transformers(ranks, tmp_path: Path):
         model = CASES[name].make().eval()
         model.generation_config.eos_token_id = model.config.eos_token_id = None
         model.save_pretrained(tmp_path / name)
-        made = [model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0].tolist() for ids in prompts()]
-        said = [row[-5:] for row in made]
+        said = []
+        for ids in prompts():
+            made = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)[0].tolist()
+            said.append(made[len(ids) :])
         want.append((said + said[:2], [21, 2]))
         folders.append(str(tmp_path / name))
     assert [answers(folder, fixed=True) for folder in folders] == want
     assert ranks.run(2, check_transformers, folders)[0] == want
-    for size, some in ((1, slice(1)), (3, slice(None))):
+    for size, some in ((1, slice(1)), (3, slice(4))):  # whose weights are of all kinds that the others have
         assert ranks.run(size, check_transformers, folders[some], True)[0] == want[some], size
-    assert ranks.run(2, check_transformers, folders[::4], True, True)[0] == want[::4]
+    two = slice(0, 3, 2)
+    assert ranks.run(2, check_transformers, folders[two], True, True)[0] == want[two]
     assert ranks.run(2, check_transformers, folders[:1], False, True)[0] == want[:1]
-    assert ranks.run(4, check_transformers, folders[::4])[0] == want[::4]
+    assert ranks.run(4, check_transformers, folders[two])[0] == want[two]
 
 
 def check_announcement(rank: int, folder: str) -> str:
@@ -294,7 +298,7 @@ def command() -> argparse.ArgumentParser:
 
 def test_a_model_that_cannot_go_on_after_a_split_prompt_is_refused_before_it_is_announced(ranks, tmp_path: Path):
     CASES["recurrent_gemma"].make().save_pretrained(tmp_path)
-    for said in ranks.run(4, check_announcement, str(tmp_path), timeout=30):
+    for said in ranks.run(4, check_announcement, str(tmp_path)):
         assert said.startswith("model: expected one that reads a prompt and goes on from there, got"), said
         assert "RecurrentGemmaForCausalLM" in said
     with pytest.raises(UnsupportedError, match=r"^model: expected one that reads a prompt"):

@@ -107,7 +107,7 @@ def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
         ranks[1].send_signal(signal.SIGCONT)
         assert health(port_of(said), lambda status: status == 200) == (200, "ok")
         ranks[1].send_signal(signal.SIGTERM)  # any of them
-        ends = [rank.communicate(timeout=30)[0] for rank in ranks]
+        ends = [rank.communicate(timeout=60)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], ends
         assert ends == ["ring-la serve: stopped\n", ""]
     finally:

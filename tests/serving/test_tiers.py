@@ -108,7 +108,7 @@ def spoil(entry: Path, how: str) -> None:
 
 def check_spoiled(rank: int, folder: str, flip: bool) -> tuple[list[int], int, list[str]]:
     """A server that finds what is on disk; on rank 1 alone, `flip`: which cannot be read there."""
-    cp = ContextParallel(group(), scan="ring", validate="never", timeout=20)
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=60)
     server, said = engine(cp, batch=1, keep=Keep(1 << 20, 0, 1 << 20, folder)), io.StringIO()
     if flip and rank == 1:
         server.states.disk.read = lambda *_: torch.load(f"{folder}/nothing")

@@ -162,6 +162,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
     """One rank: join, then answer calls until the pipe closes."""
     global _size
     gc.freeze()  # what is imported is no garbage
+    gc.set_threshold(10_000, 10, 10)
     faulthandler.register(signal.SIGUSR1, file=_stacks(os.getpid()).open("w"))  # open as long as the process lives
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch

@@ -18,7 +18,7 @@ def parallel(name: str, **options):
     from ring_la.integrations.transformers import parallelize
     from tests.support.pool import group
 
-    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=20)
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=60)
     return parallelize(CASES[name].make(), cp, **options), cp
 
 

@@ -170,7 +170,7 @@ def check(rank: int, kind: str) -> tuple[str, str]:
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=30)
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=60)
     tokens = ids()
     try:
         whole = small(kind)

@@ -32,7 +32,7 @@ def modules(rank: int, name: str) -> None:
     from ring_la.integrations.transformers import parallelize
     from ring_la.integrations.transformers.experts import split_experts
 
-    cp = ring_la.ContextParallel(group(), scan="ring", timeout=20)
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=60)
     model, alone = parallelize(make(name), cp, check=False), make(name)
     spread = split_experts(model, DeviceMesh.from_group(group(), "cpu"))[0]
     whole = next(m for m in alone.modules() if hasattr(m, "has_gate"))
@@ -72,7 +72,7 @@ def compare(rank: int, name: str) -> int:
     alone = make(name)
     want = alone(input_ids=x, labels=x, use_cache=False, **routers)
     want.loss.backward()
-    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=20)
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=60)
     model = parallelize(make(name), cp, check=False)  # whose fp32 parts the check takes for leaks in fp64
     spread = split_experts(model, DeviceMesh.from_group(group(), "cpu"))
     got = model(input_ids=x, labels=x, **routers)
@@ -127,7 +127,7 @@ def sharded(rank: int) -> None:
     from ring_la.integrations.transformers.experts import split_experts
     from ring_la.training import TrainingMesh, shard_parameters
 
-    mesh, cp = TrainingMesh.make("cpu"), ContextParallel(group(), scan="ring", timeout=20)
+    mesh, cp = TrainingMesh.make("cpu"), ContextParallel(group(), scan="ring", timeout=60)
     for dtype, alone in ((torch.float64, True), (torch.bfloat16, False)):
         model = parallelize(make("qwen3_next"), cp, check=False)
         spread = split_experts(model, mesh.context)

@@ -156,7 +156,7 @@ def test_a_rank_that_cannot_go_on_is_not_alone(ranks, tmp_path):
     model.save_pretrained(tmp_path / "four")
     model.config.num_experts = 3
     model.config.save_pretrained(tmp_path / "three")
-    ranks.run(4, unlike, str(tmp_path / "four"), str(tmp_path / "three"), timeout=40)
+    ranks.run(4, unlike, str(tmp_path / "four"), str(tmp_path / "three"))
 
 
 def drawn(rank: int, folder: str, ranks: int) -> dict[str, torch.Tensor]:
