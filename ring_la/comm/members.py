@@ -46,7 +46,6 @@ class Members:
         """These ranks as errors name them."""
         return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
 
-
     @property
     def spoiled(self) -> str:
         """Who has left messages in the process group that nobody expects; an empty string: nobody is known to have."""
@@ -91,6 +90,14 @@ class JobStore:
 
     def __init__(self, name: int) -> None:
         self.name = name
+
+    @property
+    def host(self) -> str:
+        """The address of the job's store; an empty string: it has none."""
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return getattr(store, "host", "")
 
     def of(self, purpose: str) -> dist.Store:
         """The part of the store for one purpose."""
