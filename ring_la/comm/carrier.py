@@ -1,8 +1,9 @@
 """Between hosts, beside the calls: a thread of each host's first rank carries how far its ranks have come.
 
-Each sends the first host what is new, every `PAUSE` seconds: the digests of the calls that its furthest rank has come to, how many of them all its ranks have, and what its ranks know (calls that differ, messages that nobody expects,
-ranks that have ended). The first host holds the digests to those that came first, and sends back what all hosts know.
-So there are as many connections as other hosts, and a host gets a few words however many there are.
+Each sends the first host what is new, every `PAUSE` seconds: the digests of the calls that its furthest rank has come
+to, how many of them all its ranks have, and what its ranks know (calls that differ, messages that nobody expects, ranks
+that have ended). The first host holds the digests to those that came first, and sends back what all hosts know. So
+there are as many connections as other hosts, and a host gets a few words however many there are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .wires import Wire, connect
 
 PAUSE = 0.02
 """Seconds between two looks at the board."""
-SOON = 0.0003
+SOON = 0.001
 """The same while ranks wait for other hosts, and for `LINGER` seconds after."""
 LINGER = 0.05
 LIVES = 0.5
@@ -113,10 +114,9 @@ class Carrier:
             first, lines = self._lines(self._reference.own)
             self._hold(first, lines)
             self._reference.own = first + len(lines)
-        everybody = min(self._low.values(), default=NEVER)
-        self._board.words[ELSEWHERE] = (
-            min(everybody, self._reference.own) if self._compares and self._low else everybody
-        )
+        come = min(self._low.values(), default=NEVER)
+        compared = self._reference.own if self._compares and self._low else NEVER
+        self._board.words[ELSEWHERE] = min(come, compared)
         for wire in list(self._low):
             with suppress(OSError):  # what is at the other end has ended: it is seen when it is read
                 self._tell(wire)
