@@ -66,9 +66,13 @@ class Carrier:
     def leave(self) -> None:
         """End the thread: the other hosts wait for this one's calls no longer."""
         self._leaving = True
+        if self._thread is None:
+            self._bell.close()
+            self._ear.close()
+            return
         with suppress(OSError):
             self._bell.send(b"!")
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def _run(self) -> None:

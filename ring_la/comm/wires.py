@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -44,19 +45,23 @@ class Wire:
         self.free()
 
     def receive(self) -> list[list[int]]:
-        """What has come. Raises `EOFError` where the other end is closed."""
-        with suppress(BlockingIOError):
+        """What has come. Raises `EOFError` where nothing has, and the other end is closed."""
+        ended = False
+        try:
             while part := self.socket.recv(1 << 18):
                 self._in += part
-            raise EOFError
+            ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            ended = True
         messages = []
-        while len(self._in) >= 8 and len(self._in) >= (need := 8 + 8 * int.from_bytes(self._in[:8], _ORDER)):
+        while len(self._in) >= 8 and len(self._in) >= (need := 8 + 8 * int.from_bytes(self._in[:8], sys.byteorder)):
             messages.append(array("Q", self._in[8:need]).tolist())
             self._in = self._in[need:]
+        if ended and not messages:  # what was said last counts
+            raise EOFError
         return messages
-
-
-_ORDER = "little" if array("Q", [1]).tobytes()[0] else "big"
 
 
 def connect(rank: int, firsts: Sequence[int], store: JobStore, tell: Callable[[str], list[str]]) -> list[Wire] | None:
@@ -104,7 +109,7 @@ def _accept(
             connection, _ = server.accept()
             connection.settimeout(REACH)
             said = connection.recv(16, socket.MSG_WAITALL)
-            who = int.from_bytes(said[8:], _ORDER)
+            who = int.from_bytes(said[8:], sys.byteorder)
             if said[:8] != token or who not in ranks:
                 connection.close()
                 continue

@@ -56,7 +56,7 @@ def check_calls(rank: int, hosts: str) -> list[tuple[str, float]]:
     return [*said, caught(lambda: call(1.0))]
 
 
-@pytest.mark.parametrize("hosts", ["ab", "aab", "abbb"])
+@pytest.mark.parametrize("hosts", ["ab", "abb", "abac"])
 def test_later_calls_of_ranks_on_several_hosts_are_compared(ranks, hosts):
     results = ranks.run(len(hosts), check_calls, hosts)
     for which, about in enumerate(["the backward pass", "the arguments of linear_attention", "", ""]):
@@ -92,6 +92,27 @@ def test_the_log_of_several_hosts_goes_round_and_its_threads_end(ranks):
     results = ranks.run(3, check_many)
     assert [count for count, _ in results] == [3000] * 3
     assert [left for _, left in results] == [0] * 3
+
+
+def check_look(rank: int) -> str:
+    """As on GPUs: rank 0's host waits for its device, and its thread looks at the log (`lookout`)."""
+    agreement = spread(rank, "ab").comm.agreement
+    one, other = (agreement.agree("this", {"scale": n}) for n in (1, 2))
+    if rank:
+        return caught(lambda: (agreement.again(other), agreement.calls.meet()))[0]
+    agreement.again(one)
+    deadline = time.monotonic() + PATIENCE
+    while (why := agreement.calls.hopeless()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return f"DisagreementError: {why()}"
+
+
+def test_who_looks_at_the_log_sees_other_hosts(ranks):
+    said = ranks.run(2, check_look)
+    assert (
+        said
+        == ["DisagreementError: the ranks of this group disagree on this:\n  rank 0: scale=1\n  rank 1: scale=2"] * 2
+    )
 
 
 def check_death(rank: int, hosts: str) -> tuple[str, float]:
