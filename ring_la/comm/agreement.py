@@ -1,5 +1,5 @@
-"""What ranks must agree on before anything is sent: compared by their log of calls where they are on one host, else by
-the job's store; not by messages."""
+"""What ranks must agree on before anything is sent: compared by their log of calls, or where there is none by the
+job's store; not by messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Agreement:
     """Compares values of all ranks; one for each group. Every rank calls the same in the same order.
 
     Attributes:
-        calls: the log of calls; None: the ranks are on several hosts.
+        calls: the log of calls; None: one rank only, or no memory or connection for it.
         backwards: whether backward passes are compared, too.
     """
 
@@ -59,7 +59,7 @@ class Agreement:
 
     def again(self, entry: Entry) -> None:
         """What the ranks have agreed on before, brought again: nobody waits. A rank that brings something else is found
-        out where the ranks are on one host, at the latest when one waits for the other; on several hosts it is not.
+        out at the latest when one waits for the other; without a log it is not.
 
         Raises:
             DisagreementError: another rank brings, or has brought, something else.

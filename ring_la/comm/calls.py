@@ -1,39 +1,27 @@
 """Which call each rank of a group is in: a log in memory that the ranks of one host share.
 
 A rank that comes to a call writes a digest of it (its function, shapes, dtypes, flags and layout) into its own lines,
-and compares its lines with those of the other ranks as far as these have come. So of two ranks that differ, the later
-one sees it before it sends anything, and the earlier one while it waits, or at its next call. Nobody waits for a
-comparison, and a call costs the host a few microseconds. No device takes part.
+and compares its lines with those of the other ranks of its host as far as these have come. So of two ranks that differ,
+the later one sees it before it sends anything, and the earlier one while it waits, or at its next call. What other
+hosts have come to is compared beside the calls (`carrier`). Nobody waits for a comparison, but on CPUs between hosts,
+and a call costs the host a few microseconds. No device takes part.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
-import socket
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import DisagreementError, PeerError
+from .board import AWAITED, ELSEWHERE, FOUND, LINES, ROW, SPOILED, Board, fcntl
+from .carrier import Carrier
 from .members import JobStore, Members
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-LINES = 1024
-"""Calls that a rank may be ahead of another before theirs can no longer be compared."""
 BACK = 0x9E3779B97F4A7C15
 """What makes the digest of a backward pass of a call's digest, with the call's number."""
-HEAD = 8
-"""Numbers before a rank's lines: its calls so far; the rank plus 1 that has sent what nobody expects; the number plus 1
-of the call in which ranks were found to differ; and room."""
 GRACE = 2.0
 """Seconds in which a rank that is alive says which other call it is in, at most."""
 
@@ -57,47 +45,41 @@ class CallLog:
     """The log of one group, as one of its ranks sees it.
 
     Args:
-        members: the ranks. store: where ranks that differ tell each other their calls.
-        file: shared by all ranks, and open; the lock on its byte r is rank r's as long as that lives.
+        members: the ranks. store: where ranks that differ tell each other their calls. board: the memory of this host.
+
+    Attributes:
+        one_host: whether all ranks are on one.
     """
 
-    def __init__(self, members: Members, store: JobStore, file: int) -> None:
-        self._members, self._store, self._file = members, store.of("calls"), file
-        words = HEAD + LINES
-        self._all = memoryview(mmap.mmap(file, 8 * words * members.size)).cast("Q")
-        weakref.finalize(self, os.close, file)
-        self._first = [r * words for r in range(members.size)]
-        self._mine = self._first[members.rank]
-        self._others = [r for r in range(members.size) if r != members.rank]
-        self._compared = [0] * members.size
+    def __init__(self, members: Members, store: JobStore, board: Board) -> None:
+        self._members, self._store, self._board = members, store.of("calls"), board
+        self._all, self._first = board.words, board.rows
+        self._mine, self.one_host = board.rows[members.rank], not board.away
+        self._others = [r for r in board.here if r != members.rank]
+        self._compared = dict.fromkeys(self._others, 0)
         self._entries: list[Entry | None] = [None] * LINES
         self._count = self._met = 0
-        self._told = 0  # where this rank has raised that ranks differ, as in the head
+        self._told = 0  # the last call, plus 1, in which this rank has raised that ranks differ
+        self._found = 0  # of the differences on the board, how many this rank has nothing more to do with
         self.trouble: DisagreementError | PeerError | None = None
         """Why messages of this rank were given up (`lookout`): every later call raises it."""
 
     @classmethod
     def open(cls, members: Members, store: JobStore, tell: Callable[[str], list[str]]) -> CallLog | None:
-        """The log of a group; None where its ranks are not on one host. Collective."""
-        if members.size == 1 or fcntl is None or len(set(tell(socket.gethostname()))) > 1:
+        """The log of a group; None where ranks of one host share no memory, or hosts do not reach each other.
+        Collective."""
+        if members.size == 1 or fcntl is None:
             return None
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        path = os.path.join(folder, f"ring_la-{store.name}-calls")
-        file, name = -1, "none"
-        with suppress(OSError):  # no room, or no permission: the job's store does it
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            size, seen = 8 * (HEAD + LINES) * members.size, os.fstat(file)
-            if os.pwrite(file, bytes(size), 0) == size:
-                fcntl.lockf(file, fcntl.LOCK_EX, 1, members.rank)  # before any rank can ask whether this one lives
-                name = f"{seen.st_dev} {seen.st_ino}"
-        names = tell(name)  # hosts of one name may be several machines
-        with suppress(OSError):
-            os.unlink(path)  # all have it open; nothing is left behind, however the ranks end
-        if "none" not in names and len(set(names)) == 1:
-            return cls(members, store, file)
-        if file >= 0:
-            os.close(file)
-        return None
+        board = Board.open(members.rank, members.size, str(store.name), tell)
+        if board is None:
+            return None
+        log = cls(members, store, board)
+        if board.away:
+            carrier = Carrier.open(board, store, tell)
+            if carrier is None:
+                return None
+            weakref.finalize(log, carrier.leave)
+        return log
 
     def enter(self, entry: Entry) -> None:
         """This rank comes to a call.
@@ -110,11 +92,12 @@ class CallLog:
             raise self.trouble
         n, mine, log = self._count, self._mine, self._all
         self._entries[n % LINES] = entry
-        log[mine + HEAD + n % LINES] = entry.digest
+        log[mine + ROW + n % LINES] = entry.digest
         self._count = log[mine] = n + 1
         self._compare()
-        if log[mine + 1]:
-            name = self._members.names([log[mine + 1] - 1])
+        log[mine + 1] = n + 1
+        if log[SPOILED]:
+            name = self._members.names([log[SPOILED] - 1])
             raise PeerError(f"this group is of no more use: {name} had sent messages when its ranks disagreed")
 
     def back(self) -> Entry | None:
@@ -141,22 +124,31 @@ class CallLog:
         while True:
             self._compare(sent)
             behind = [r for r in self._others if self._all[self._first[r]] < n]
-            if not behind:
+            dead = [r for r in behind if pause >= 1e-3 and self._is_dead(r)] + self._gone(n)
+            elsewhere = self._all[ELSEWHERE] < n and (pause < 1e-3 or not self._is_dead(self._board.here[0]))
+            if not behind and not dead and not elsewhere:
                 self._met = n
                 return
             waited = time.monotonic() - start
-            dead = [r for r in behind if pause >= 1e-3 and self._is_dead(r)]
             if dead or waited > patience:
-                why = (
-                    f"{self._members.names(dead)} died" if dead else f"no call of {self._members.names(behind)} in time"
-                )
-                raise RuntimeError(why)
+                late = self._members.names(behind) if behind else "ranks of other hosts"
+                raise RuntimeError(f"{self._members.names(dead)} died" if dead else f"no call of {late} in time")
+            if elsewhere:
+                self._all[AWAITED] = time.monotonic_ns()
             time.sleep(pause)
             pause = min(waited / 20, 0.005)
 
+    def _gone(self, n: int) -> list[int]:
+        """Ranks of other hosts that have ended before they came to `n` calls."""
+        gone = self._board.gone()
+        return [r for r in self._board.away if gone.get(r, n) < n] if gone else []
+
     def _compare(self, sent: bool = False) -> None:
-        """Compare this rank's lines with the others', from where they were compared last."""
+        """Compare this rank's lines with those of the ranks here, from where they were compared last, and look whether
+        another rank, here or elsewhere, has found calls that differ."""
         log, mine, n = self._all, self._mine, self._count
+        if log[FOUND] != self._found:
+            self._refuse_found(sent)
         for r in self._others:
             first, i = self._first[r], self._compared[r]
             theirs = log[first]
@@ -165,22 +157,28 @@ class CallLog:
             if n - i > LINES or theirs - i > LINES:
                 i = max(n, theirs) - LINES
             while i < n and i < theirs:
-                if log[first + HEAD + i % LINES] != log[mine + HEAD + i % LINES]:
-                    self._compared = [max(c, i + 1) for c in self._compared]
-                    if sent or i < n - 1:
-                        self._spoil()
-                    self._refuse(i)
+                if log[first + ROW + i % LINES] != log[mine + ROW + i % LINES]:
+                    self._refuse(i, sent)
                 i += 1
             self._compared[r] = i
+
+    def _refuse_found(self, sent: bool) -> None:
+        """Raise what others have found of the calls that this rank has come to."""
+        found, n = self._all[FOUND], self._count
+        ahead = [call for call in self._board.differences() if call > self._told]
+        if not ahead:
+            self._found = found
+        elif ahead[0] <= n:
+            self._refuse(ahead[0] - 1, sent)
 
     def hopeless(self) -> Callable[[], DisagreementError | PeerError] | None:
         """What makes the error for messages of this rank that will not come; None: nothing says so. For another thread
         than the one that makes calls."""
-        log, mine, n = self._all, self._mine, self._count
-        differ, spoiled = log[mine + 2], log[mine + 1]
-        if differ and differ <= n and (spoiled or differ != self._told):
-            return lambda: self._difference(differ - 1)
-        dead = [r for r in self._others if log[self._first[r]] < n and self._is_dead(r)]
+        n, told, spoiled = self._count, self._told, self._all[SPOILED]
+        found = [call for call in self._board.differences() if told < call <= n] or [told] * bool(spoiled and told)
+        if found:
+            return lambda: self._difference(found[0] - 1)
+        dead = [r for r in self._others if self._all[self._first[r]] < n and self._is_dead(r)] + self._gone(n)
         if not dead:
             return None
         who = f"rank {self._members.rank} of {self._members.size}"
@@ -194,37 +192,35 @@ class CallLog:
     def _spoil(self) -> None:
         """Tell every rank that messages of this rank are under way which nobody expects."""
         self._members.spoil()
-        for first in self._first:
-            self._all[first + 1] = self._members.rank + 1
+        self._all[SPOILED] = self._members.rank + 1
 
-    def _refuse(self, i: int) -> None:
-        """Raise, on every rank that comes here, what each of them called."""
+    def _refuse(self, i: int, sent: bool) -> None:
+        """Raise, on every rank that comes here, what each of them called. `sent`: messages of the last call are under
+        way."""
+        if sent or i < self._count - 1:
+            self._spoil()
+        self._compared = {r: max(c, i + 1) for r, c in self._compared.items()}
         self._told = i + 1
-        for first in self._first:
-            self._all[first + 2] = i + 1
+        self._board.differ(i + 1)
         raise self._difference(i)
 
     def _difference(self, i: int) -> DisagreementError:
         """What each rank called where they differ."""
         m, own = self._members, self._entries[i % LINES]
-        assert own is not None
+        if own is None or self._count - i > LINES:  # found where this rank was far ahead
+            own = Entry("which call this is", f"one of more than {LINES} calls ago", "", 0)
         self._store.set(f"{i}/{m.rank}", f"{own.what}\n{own.text}")
         told, deadline = {m.rank: (own.what, own.text)}, time.monotonic() + GRACE
         while len(told) < m.size and time.monotonic() < deadline:
-            for r in (r for r in self._others if r not in told and self._store.check([f"{i}/{r}"])):
+            for r in (r for r in range(m.size) if r not in told and self._store.check([f"{i}/{r}"])):
                 what, _, text = self._store.get(f"{i}/{r}").decode().partition("\n")
                 told[r] = what, text
             time.sleep(0.005)
         return DisagreementError(_message(told, m.size, own.hint))
 
     def _is_dead(self, rank: int) -> bool:
-        """Whether a rank's process has ended: the system gives its lock away."""
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except OSError:
-            return False
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-        return True
+        """Whether the process of a rank of this host has ended."""
+        return self._board.is_dead(rank)
 
 
 def _message(told: dict[int, tuple[str, str]], size: int, hint: str) -> str:

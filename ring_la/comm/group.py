@@ -93,7 +93,7 @@ class Group(Members):
     @property
     def one_host(self) -> bool:
         """Whether all ranks are known to be on one host."""
-        return self.size == 1 or self.agreement.calls is not None
+        return self.size == 1 or (self.agreement.calls is not None and self.agreement.calls.one_host)
 
     def send(self, x: Tensor, to: int) -> Pending:
         """Send `x` to group rank `to`."""
@@ -171,16 +171,21 @@ class Group(Members):
     def _pending(self, what: str, post: Callable[[], Sequence[Waitable]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
         self.refuse_late(what)
+        calls = None if self.on_cuda else self.agreement.calls
         try:
+            if calls is not None and not calls.one_host:  # a message of another size would end gloo's process
+                calls.meet()
             posted = post()
+        except DisagreementError:
+            raise
         except RuntimeError as error:
             raise self.watch.error(what, error) from error
 
         def finish() -> Any:
             start = time.perf_counter()
             try:
-                if posted and not self.on_cuda and self.agreement.calls is not None:
-                    self.agreement.calls.meet(sent=True)
+                if posted and calls is not None:
+                    calls.meet(sent=True)
                 for one in posted:
                     one.wait()
             except DisagreementError:

@@ -91,6 +91,14 @@ class JobStore:
     def __init__(self, name: int) -> None:
         self.name = name
 
+    @property
+    def host(self) -> str:
+        """The address of the job's store; an empty string: it has none."""
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return getattr(store, "host", "")
+
     def of(self, purpose: str) -> dist.Store:
         """The part of the store for one purpose."""
         return _job_store(f"{self.name}/{purpose}")

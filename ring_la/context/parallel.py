@@ -37,7 +37,7 @@ class ContextParallel(ContextRanks):
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
             process group's own timeout governs.
         validate: "first" waits for a comparison of shapes, dtypes, flags and layouts among ranks the first time a
-            layout sees them; ranks of one host that differ later get the same `DisagreementError`, without waiting;
+            layout sees them; ranks that differ later get the same `DisagreementError`, without waiting;
             "always" waits in every call and also checks values (gates ≤ 0, no NaN), which synchronises;
             "never" trusts the caller.
 
