@@ -46,7 +46,6 @@ class Members:
         """These ranks as errors name them."""
         return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
 
-
     @property
     def spoiled(self) -> str:
         """Who has left messages in the process group that nobody expects; an empty string: nobody is known to have."""
