@@ -24,33 +24,16 @@ from ring_la.kernels.runtime.launch import launch
 
 WEIGHTS = 4
 """Side by side, at most."""
-AHEAD = False
-"""Whether a program has all of its weights fetched into the GPU's L2 cache before it waits for the launch before it:
-while a layer's small kernels run, the memory is idle."""
-LINE = tl.constexpr(128)
-"""Bytes that are fetched at once."""
 TILE = (4, 512, 4)
 """Rows of a weight and channels of a program's tile, and its warps (benchmarks.tuning.products)."""
-
-
-@triton.jit
-def _fetch(w, r, size, D: tl.constexpr, LINES: tl.constexpr):
-    """Have rows of a weight brought into the L2 cache."""
-    each: tl.constexpr = LINE // (w.dtype.element_ty.primitive_bitwidth // 8)
-    row = tl.minimum(r, size - 1).to(tl.int64)[:, None] * D
-    at = w + row + tl.minimum(tl.arange(0, LINES) * each, D - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=("D0", "D1", "D2", "D3"))
 def _products(
     X, C, W0, W1, W2, W3, ADD, OUT, eps, D0, D1, D2, D3, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    LINES: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of one weight ``[Di, D]`` (SWIGLU: and those as far behind its middle), for one row of x. LINES: at least
-    those of a row, where they are fetched ahead; else 0."""
+    """BR rows of one weight ``[Di, D]`` (SWIGLU: and those as far behind its middle), for one row of x."""
     p, n = tl.program_id(0), tl.program_id(1)
     X += n * D
     ADD += n * (D0 + D1 + D2 + D3)
@@ -71,10 +54,6 @@ def _products(
     if SWIGLU:
         behind = w + size.to(tl.int64) * D
         second = tl.load(behind + row + d[None, :], live & (d < D)[None, :], other=0.0)
-    if EARLY and LINES > 0:
-        _fetch(w, r, size, D, LINES)
-        if SWIGLU:
-            _fetch(behind, r, size, D, LINES)
     if EARLY:
         others_may_begin()
     for begin in range(0, D, BD):
@@ -124,12 +103,11 @@ def products(
     sizes, given = [w.shape[0] // halves for w in weights] + [0] * missing, [*weights, *[weights[0]] * missing]
     BR, BD, warps = tile
     BR = max(1, BR // halves)
-    lines = triton.next_power_of_2(-(-D * weights[0].element_size() // LINE.value)) if AHEAD else 0
     out = torch.empty(N, sum(sizes), dtype=weights[0].dtype, device=x.device)
     launch(
         _products, (sum(triton.cdiv(size, BR) for size in sizes), N),
         x, x if norm is None else norm, *given, x if added is None else added, out, eps, *sizes, D=D, BR=BR, BD=BD,
-        LINES=lines, NORM=norm is not None, SWIGLU=swiglu, ADDED=added is not None, num_warps=warps, tensors="any",
+        NORM=norm is not None, SWIGLU=swiglu, ADDED=added is not None, num_warps=warps, tensors="any",
         **options(x, begins),
     )  # fmt: skip
     return out
