@@ -63,7 +63,7 @@ def find(
     of_row = W + b * w_b + rows.to(tl.int64) * w_t
     inside = there[:, None] & (d < width)[None, :]
     qs, ws = (), ()
-    for h in tl.static_range(HEADS):
+    for h in tl.static_range(HEADS):  # pyright: ignore[reportGeneralTypeIssues]
         qs += (tl.load(row + h * q_h, mask=inside, other=0.0),)  # type: ignore[assignment]
         ws += (tl.load(of_row + h * w_h, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     mine = b * n + rows
