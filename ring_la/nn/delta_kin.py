@@ -20,9 +20,9 @@ from .parts import ShortConv
 class Comba(GatedDeltaNet):
     """Comba (Hu et al. 2025, arXiv 2506.02475, eq. 7 and 9): what is erased is p = b k, which corrects the query, too.
 
-        S ← e^g (I − β k pᵀ) S + β k vᵀ,   p = b k,   o = Sᵀ (q − d p)
+        S ← (e^g I − β k pᵀ) S + β k vᵀ,   p = b k,   o = Sᵀ (q − d p)
 
-    with b = sigmoid(·) and d learned numbers of each head. This is the gated delta rule with β b and v / b.
+    with b = sigmoid(·) and d learned numbers of each head. This is the gated delta rule with β b e^−g and v e^g / b.
     Arguments as in `DeltaNet`.
     """
 
@@ -35,20 +35,21 @@ class Comba(GatedDeltaNet):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
-        q, k, v, beta = call.rows(self._corrected, q, k, v, beta, shared=(self.feedback, self.correction))
+        q, k, v, beta = call.rows(self._corrected, q, k, v, beta, g, shared=(self.feedback, self.correction))
         keywords["use_qk_l2norm"] = False
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
     @by_element
     def _corrected(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, feedback: Tensor, correction: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, feedback: Tensor, correction: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the gated delta rule takes, q and k of unit length."""
-        b = torch.sigmoid(wide(feedback))
+        b, g = torch.sigmoid(wide(feedback)), wide(g)
         repeat = self.num_value_heads // self.num_heads
         q, k = (repeated(l2norm(y), repeat) for y in (q, k))
         q = q - (over((correction * b)[..., None], k.shape[-1]) * k).to(q.dtype)
-        return q, k, (v / over(b[..., None], v.shape[-1])).to(v.dtype), beta * b
+        written = v / over(b[..., None], v.shape[-1]) * torch.exp(g)[..., None]
+        return q, k, written.to(v.dtype), beta * b * torch.exp(-g)
 
 
 class GatedDeltaNet2(KimiDeltaAttention):

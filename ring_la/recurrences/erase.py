@@ -7,6 +7,7 @@ is the rule "erase" (with b = β k and a = −D e it were "dplr", whose kernels 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..algebra import Rule
@@ -51,28 +52,39 @@ def comba_token(
     S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One token of Comba."""
-    S = g.exp()[..., None, None] * S
-    S = S + outer(beta[..., None] * k, v - read(S, p))
+    held = read(S, p)
+    S = g.exp()[..., None, None] * S + outer(beta[..., None] * k, v - held)
     return S, read(S, q)
 
 
 @recurrence(
     paper="Hu et al. 2025, arXiv 2506.02475, eq. 7",
-    equation="S ← e^g (I − β k pᵀ) S + β k vᵀ",
+    equation="S ← (e^g I − β k pᵀ) S + β k vᵀ",
     arguments=dict(q=QUERY, k=KEY, v=VALUE, g=DECAY, beta=RATE, p=Argument("BTHK", "unit")),
     token=comba_token,
+    same_bits=True,
 )
-def comba(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor) -> Recurrence:
-    """Comba, the delta rule with closed-loop control: S ← e^g (I − β k pᵀ) S + β k vᵀ.
+def comba(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor, *, options: CommonOptions
+) -> LinearAttentionOutput:
+    """Comba, the delta rule with closed-loop control: S ← (e^g I − β k pᵀ) S + β k vᵀ.
 
-    As fla-core's `naive_recurrent_comba`; its kernels erase what the state was before its decay, so with ``p · e^−g``.
+    What is erased is what the state held along p before its decay, as in fla-core's kernels, chunked and recurrent (its
+    `naive_recurrent_comba` takes the state behind its decay). By the rule "erase" that is p e^−g, so gates go down to
+    −80 in bf16 and fp32, to −11 in fp16; below, outputs are not finite.
 
     Args:
         q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm, which leaves p as it is).
         v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.
-        p: what is erased, ``[B, T, H, K]`` (or Hk heads); in the paper ``p = b k``, b a learned number a head.
+        p: what is erased, ``[B, T, H, K]``; in the paper ``p = b k``, b a learned number a head.
     """
-    return Recurrence(Rule("erase", "scalar"), Inputs(q, k, v, g, beta, p), names={"a": "p"})
+
+    @by_element
+    def ahead(p: Tensor, g: Tensor) -> Tensor:
+        wide = p.double() if p.dtype == torch.float64 else p.float()
+        return (wide * torch.exp(-g.to(wide.dtype))[..., None]).to(p.dtype)
+
+    return erase_and_write(Inputs(q, k, v, g, beta, by_block(ahead, p, g, layout=options.layout)), options)
 
 
 def gdn2_token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ from .run import agreed, compute, ready, unit
 
 ALIKE = frozenset(
     ["delta_rule", "gated_delta_rule", "kda", "gla", "hgrn2", "simple_gla", "retention", "lightning_attention",
-     "dplr_delta_rule", "rwkv7", "comba", "_by_head", "_by_channel"]
+     "dplr_delta_rule", "rwkv7", "_by_head", "_by_channel"]
 )  # fmt: skip
 """Recurrences whose tokens bring what they are given, or what is made of it by element, q and k perhaps at unit length:
 row by row, on any device."""

@@ -57,11 +57,8 @@ def _delta_product(q: Any, k: Any, v: Any, beta: Any, num_householder: int, g: A
 
 
 def _comba(q: Any, k: Any, v: Any, p: Any, g: Any, use_qk_l2norm: bool = False, **more: Any) -> Any:
-    """Its kernels and `naive_chunk_comba` erase along p what the state was before its decay, ours and its
-    `naive_recurrent_comba` what it is after."""
     if use_qk_l2norm:  # of p, too
-        p = p * torch.rsqrt(p.float().square().sum(-1, keepdim=True) + 1e-6)
-    p = (p * torch.exp(-g.float())[..., None]).to(q.dtype)
+        p = (p * torch.rsqrt(p.float().square().sum(-1, keepdim=True) + 1e-6)).to(q.dtype)
     return ring_la.comba(q, k, v, p=p, g=g, use_qk_l2norm=use_qk_l2norm, **more)
 
 

@@ -144,6 +144,8 @@ def as_fla(name, x, start):
     if name == "gated_slot_attention":
         o, S = naive("gsa").naive_recurrent_gsa(**x, initial_state=(state, *rest), **more)
         return (o, *S)
+    if name == "comba":  # this one erases behind the decay, FLA's kernels before it
+        x = x | {"p": x["p"] * torch.exp(-x["g"])[..., None]}
     return getattr(naive(name), f"naive_recurrent_{name}")(**x, initial_state=state, **more)
 
 
