@@ -11,6 +11,7 @@ import torch
 
 import ring_la
 from ring_la import comm
+from ring_la.comm import calls
 from ring_la.comm.lookout import look_out
 from ring_la.integrations.ring_flash_attn import ring_flash_attn_func
 from tests.support.pool import group
@@ -204,3 +205,29 @@ def test_backward_passes_that_differ_are_the_same_error(ranks, name, how):
     assert "rank 0: backward of call" in messages[0]
     assert ("rank 1: backward of call" in messages[0]) == (how == "other")
     assert all(seconds < 10 for r in results for _, seconds in r)
+
+
+def check_late(rank: int) -> tuple[str, float]:
+    """Rank 1 comes to another call while rank 0, which waits for it, has compared what was there before."""
+    layout = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE).layout(40)
+    x = {n: layout.shard(t.detach()) for n, t in make_inputs("gla", 1, 40).items()}
+    log, compare, looks = layout.cp.comm.agreement.calls, calls.CallLog._compare, []
+
+    def slowly(self, sent=False):
+        compare(self, sent)
+        looks.append(sent)
+        while len(looks) == 2 and log._all[log._first[1]] < log._count:
+            time.sleep(0.01)
+
+    if rank == 1:
+        time.sleep(0.3)
+        return caught(lambda: ring_la.gla(**x | {"g": None}, layout=layout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls.CallLog, "_compare", slowly)
+        return caught(lambda: ring_la.gla(**x, layout=layout))
+
+
+def test_who_comes_while_a_rank_looks_is_compared(ranks):
+    results = ranks.run(2, check_late, timeout=30)
+    assert all(message.startswith("DisagreementError") and "g: expected" in message for message, _ in results), results
+    assert all(seconds < 15 for _, seconds in results)
