@@ -12,13 +12,14 @@ from ..kernels.fused.log_decay import decay_gate
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
 from ..recurrences import gated_delta_product, gated_delta_rule, gdn2
+from ..recurrences.erase import least_decay
 from .delta import GatedDeltaNet, KimiDeltaAttention
 from .layer import LayerCall, LayerOutput, LayerState, merge_heads, positive, split_heads, wide
 from .parts import ShortConv
 
 
 class Comba(GatedDeltaNet):
-    """Comba (Hu et al. 2025, arXiv 2506.02475, eq. 7 and 9): what is erased is p = b k, which corrects the query, too.
+    """Comba (Hu et al. 2025, arXiv 2506.02475; `comba`): what is erased is p = b k, which corrects the query, too.
 
         S ← (e^g I − β k pᵀ) S + β k vᵀ,   p = b k,   o = Sᵀ (q − d p)
 
@@ -35,6 +36,7 @@ class Comba(GatedDeltaNet):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
+        g = g.clamp(min=least_decay(v.dtype))
         q, k, v, beta = call.rows(self._corrected, q, k, v, beta, g, shared=(self.feedback, self.correction))
         keywords["use_qk_l2norm"] = False
         return gated_delta_rule(q, k, v, g, beta, **keywords)

@@ -48,6 +48,11 @@ def keys_of(heads: int, k: Tensor) -> Tensor:
     return repeated(k, heads // k.shape[2])
 
 
+def least_decay(dtype: torch.dtype) -> float:
+    """The log-decay g down to which e^−g times numbers of about 1 stays in range; e^g is below rounding there."""
+    return -8.0 if dtype == torch.float16 else -60.0
+
+
 def comba_token(
     S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -58,7 +63,7 @@ def comba_token(
 
 
 @recurrence(
-    paper="Hu et al. 2025, arXiv 2506.02475, eq. 7",
+    paper="Hu et al. 2025, arXiv 2506.02475, as in fla-core's kernels",
     equation="S ← (e^g I − β k pᵀ) S + β k vᵀ",
     arguments=dict(q=QUERY, k=KEY, v=VALUE, g=DECAY, beta=RATE, p=Argument("BTHK", "unit")),
     token=comba_token,
@@ -70,8 +75,8 @@ def comba(
     """Comba, the delta rule with closed-loop control: S ← (e^g I − β k pᵀ) S + β k vᵀ.
 
     What is erased is what the state held along p before its decay, as in fla-core's kernels, chunked and recurrent (its
-    `naive_recurrent_comba` takes the state behind its decay). By the rule "erase" that is p e^−g, so gates go down to
-    −80 in bf16 and fp32, to −11 in fp16; below, outputs are not finite.
+    `naive_recurrent_comba` takes the state behind its decay). By the rule "erase" that is p e^−g; a decay counts down
+    to `least_decay`, which leaves of a state less than its rounding.
 
     Args:
         q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm, which leaves p as it is).
@@ -80,11 +85,13 @@ def comba(
     """
 
     @by_element
-    def ahead(p: Tensor, g: Tensor) -> Tensor:
-        wide = p.double() if p.dtype == torch.float64 else p.float()
-        return (wide * torch.exp(-g.to(wide.dtype))[..., None]).to(p.dtype)
+    def ahead(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        g = g.clamp(min=least_decay(p.dtype))
+        wide = torch.promote_types(p.dtype, g.dtype)
+        return (p.to(wide) * torch.exp(-g.to(wide))[..., None]).to(p.dtype), g
 
-    return erase_and_write(Inputs(q, k, v, g, beta, by_block(ahead, p, g, layout=options.layout)), options)
+    erased, g = by_block(ahead, p, g, layout=options.layout)
+    return erase_and_write(Inputs(q, k, v, g, beta, erased), options)
 
 
 def gdn2_token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -351,3 +351,15 @@ def test_unknown_keywords_are_not_swallowed():
         ring_la.gla(**x, beta=x["q"])
     with pytest.raises(ring_la.ArgumentError, match=r"^cu_seqlens"):
         ring_la.gla(**make_inputs("gla", 2, 8), cu_seqlens=torch.tensor([0, 8]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_comba_where_a_decay_leaves_nothing(dtype):
+    """Finite and the token loop's, though e^−g is in no range."""
+    x = {n: t.detach() for n, t in make_inputs("comba", 1, 40).items()}
+    x["g"] = torch.where(torch.arange(40)[None, :, None] % 7 == 3, -200.0, x["g"])
+    x["p"] = x["k"].repeat_interleave(x["p"].shape[2] // x["k"].shape[2], 2) / 2
+    x = {n: t.to(dtype) if n in "qkvp" else t.float() for n, t in x.items()}
+    want = reference.comba(**{n: t.double() for n, t in x.items()}).o
+    got = ring_la.comba(**x).o.double()
+    assert float((got - want).norm() / want.norm()) < {torch.float32: 1e-5}.get(dtype, 2e-2)

@@ -14,19 +14,11 @@ from ring_la import comm
 from ring_la.comm import calls
 from ring_la.comm.lookout import look_out
 from ring_la.integrations.ring_flash_attn import ring_flash_attn_func
+from tests.support.caught import caught
 from tests.support.pool import group
 from tests.support.recurrence_cases import make_inputs
 
 PATIENCE = 60.0
-
-
-def caught(call) -> tuple[str, float]:
-    start = time.monotonic()
-    try:
-        call()
-    except ring_la.RingLAError as e:
-        return f"{type(e).__name__}: {e}", time.monotonic() - start
-    return "nothing raised", time.monotonic() - start
 
 
 def two_calls(scan: str):

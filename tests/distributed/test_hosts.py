@@ -16,6 +16,7 @@ import torch
 import ring_la
 from ring_la import comm
 from ring_la.comm import Group
+from tests.support.caught import caught
 from tests.support.pool import group
 
 PATIENCE = 60.0
@@ -28,15 +29,6 @@ def spread(rank: int, hosts: str) -> ring_la.ContextParallel:
     assert not cp.comm.one_host
     assert cp.comm.agreement.calls is not None
     return cp
-
-
-def caught(call) -> tuple[str, float]:
-    start = time.monotonic()
-    try:
-        call()
-    except ring_la.RingLAError as e:
-        return f"{type(e).__name__}: {e}", time.monotonic() - start
-    return "nothing raised", time.monotonic() - start
 
 
 def check_calls(rank: int, hosts: str) -> list[tuple[str, float]]:
