@@ -115,13 +115,15 @@ def forward(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SUMS:
                 s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
-            s *= scale
-            s, _ = capped(s, cap, CAP)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
-            if ALIBI:
-                s -= slope * tl.abs(kp - qp).to(tl.float32)
-            s *= LOG2E
+            if CAP or ALIBI:
+                s, _ = capped(s * scale, cap, CAP)
+                if ALIBI:
+                    s -= slope * tl.abs(kp - qp).to(tl.float32)
+                s *= LOG2E
+            else:
+                s *= scale * LOG2E
             if border == 1:
                 kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
                 s = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), s, -float("inf"))
@@ -190,13 +192,15 @@ def backward_keys(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if SUMS:
                     s += ck + tl.load(CQ + at, mask=rows < Tq, other=0.0)[None, :]
-                s *= scale
-                s, slope_of_cap = capped(s, cap, CAP)
                 if ALIBI or border == 1:
                     qp = tl.load(QP + rows, mask=rows < Tq, other=0)[None, :]
-                if ALIBI:
-                    s -= slope * tl.abs(kp - qp).to(tl.float32)
-                p = tl.exp2((s - lse) * LOG2E)
+                if CAP or ALIBI:
+                    s, slope_of_cap = capped(s * scale, cap, CAP)
+                    if ALIBI:
+                        s -= slope * tl.abs(kp - qp).to(tl.float32)
+                    p = tl.exp2((s - lse) * LOG2E)
+                else:
+                    p = tl.exp2(tl.fma(s, scale * LOG2E, -lse * LOG2E))
                 if border == 1:
                     qd = tl.load(QD + rows, mask=rows < Tq, other=-4)[None, :]
                     p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
@@ -270,13 +274,15 @@ def backward_queries(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SUMS:
                 s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
-            s *= scale
-            s, slope_of_cap = capped(s, cap, CAP)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
-            if ALIBI:
-                s -= slope * tl.abs(kp - qp).to(tl.float32)
-            p = tl.exp2((s - lse) * LOG2E)
+            if CAP or ALIBI:
+                s, slope_of_cap = capped(s * scale, cap, CAP)
+                if ALIBI:
+                    s -= slope * tl.abs(kp - qp).to(tl.float32)
+                p = tl.exp2((s - lse) * LOG2E)
+            else:
+                p = tl.exp2(tl.fma(s, scale * LOG2E, -lse * LOG2E))
             if border == 1:
                 kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
                 p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
