@@ -64,8 +64,9 @@ def _by_length(layout: ShardedLayout, rows: int) -> BlockPlaces:
     from ..kernels.fixed.weight import BlockPlaces  # needs Triton
 
     found = _places(layout, rows)
-    apart = ([p for p in found if (p[1] - p[0] == BLOCK) == full] for full in (True, False))
-    return BlockPlaces(*(_table(some, layout) for some in apart))
+    full, ragged = ([p for p in found if (p[1] - p[0] == BLOCK) == full] for full in (True, False))
+    run = all(start == before for (_, before), (start, _) in zip(full, full[1:]))
+    return BlockPlaces(_table(full, layout), _table(ragged, layout), run)
 
 
 def _places(layout: ShardedLayout, rows: int) -> list[tuple[int, int]]:
