@@ -81,7 +81,7 @@ def conv_forward_kernel(
         for i in tl.static_range(STEP):
             t = start + n * STEP + i
             y = new[i].to(tl.float32)
-            z = reading((y,) + earlier, w, offset, W)
+            z = reading(shifted(y, earlier, W), w, offset, W)
             if SILU:
                 z = z * tl.sigmoid(z)
             tl.store(o + t.to(tl.int64) * D + d, z.to(o.dtype.element_ty), inside & (t < stop))
@@ -138,7 +138,7 @@ def conv_back_kernel(
         new = rows(x, start + n * STEP, stop, D, d, inside, STEP)
         given = rows(do, start + n * STEP, stop, D, d, inside, STEP)
         for i in tl.static_range(STEP):
-            ys = (new[i].to(tl.float32),) + earlier
+            ys = shifted(new[i].to(tl.float32), earlier, W)
             dz = activated_slope(given[i].to(tl.float32), ys, w, offset, W, SILU)
             more = ()
             for j in tl.static_range(W):
@@ -160,8 +160,8 @@ def conv_back_kernel(
     given = rows(do, beyond, end, D, d, inside, W - 1)
     nexts = ()
     for i in tl.static_range(W - 1):
-        ys = (new[i].to(tl.float32),) + earlier
-        nexts = (activated_slope(given[i].to(tl.float32), ys, w, offset, W, SILU),) + nexts
+        ys = shifted(new[i].to(tl.float32), earlier, W)
+        nexts = shifted(activated_slope(given[i].to(tl.float32), ys, w, offset, W, SILU), nexts, i + 1)
         led = w[0] * nexts[0]
         for k in tl.static_range(1, i + 1):
             led = tl.fma(w[k], nexts[k], led)

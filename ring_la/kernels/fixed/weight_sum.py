@@ -171,8 +171,8 @@ def slots_of(device: torch.device) -> int:
 def add_full_blocks(
     dy: Tensor, x: Tensor, places: Tensor, run: bool, bounds: Bounds, out: Tensor, wide: torch.dtype
 ) -> None:
-    """``out [N, K] = Σ dyᵀ x`` over blocks of 64 rows from ``places [:, 0]`` on, N and K multiples of 16; `run`: whether
-    these stand one behind the other; `wide`: what holds their sum exactly."""
+    """``out [N, K] = Σ dyᵀ x`` over blocks of 64 rows from ``places [:, 0]`` on, N and K multiples of 16; `run`:
+    whether these stand one behind the other; `wide`: what holds their sum exactly."""
     (N, K), behind, count = out.shape, bounds.behind, len(places)
     un, uk = unit_of(N), unit_of(K)
     described = (

@@ -50,6 +50,18 @@ def capped(s, cap, CAP: tl.constexpr):
 
 
 @triton.jit
+def probabilities(s, lse, bias, scale, cap, CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """(p, ds/ds after the softcap) of products q·k; `bias`: ALiBi's."""
+    if CAP or ALIBI:
+        s, bent = capped(s * scale, cap, CAP)
+        if ALIBI:
+            s -= bias
+        return tl.exp2((s - lse) * LOG2E), bent
+    else:
+        return tl.exp2(tl.fma(s, scale * LOG2E, -lse * LOG2E)), s
+
+
+@triton.jit
 def seen(qd, kd, distance, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Pairs a query sees; a key of document −1 is of every document."""
     mask = (qd == kd) | (kd == -1)
@@ -194,13 +206,8 @@ def backward_keys(
                     s += ck + tl.load(CQ + at, mask=rows < Tq, other=0.0)[None, :]
                 if ALIBI or border == 1:
                     qp = tl.load(QP + rows, mask=rows < Tq, other=0)[None, :]
-                if CAP or ALIBI:
-                    s, slope_of_cap = capped(s * scale, cap, CAP)
-                    if ALIBI:
-                        s -= slope * tl.abs(kp - qp).to(tl.float32)
-                    p = tl.exp2((s - lse) * LOG2E)
-                else:
-                    p = tl.exp2(tl.fma(s, scale * LOG2E, -lse * LOG2E))
+                bias = slope * tl.abs(kp - qp).to(tl.float32) if ALIBI else 0.0
+                p, slope_of_cap = probabilities(s, lse, bias, scale, cap, CAP, ALIBI)
                 if border == 1:
                     qd = tl.load(QD + rows, mask=rows < Tq, other=-4)[None, :]
                     p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
@@ -276,13 +283,8 @@ def backward_queries(
                 s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
-            if CAP or ALIBI:
-                s, slope_of_cap = capped(s * scale, cap, CAP)
-                if ALIBI:
-                    s -= slope * tl.abs(kp - qp).to(tl.float32)
-                p = tl.exp2((s - lse) * LOG2E)
-            else:
-                p = tl.exp2(tl.fma(s, scale * LOG2E, -lse * LOG2E))
+            bias = slope * tl.abs(kp - qp).to(tl.float32) if ALIBI else 0.0
+            p, slope_of_cap = probabilities(s, lse, bias, scale, cap, CAP, ALIBI)
             if border == 1:
                 kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
                 p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
