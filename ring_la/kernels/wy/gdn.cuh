@@ -88,7 +88,7 @@ INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said
   float sum = 0.f;
   for (int i = 0; i < BACK; i++) {
     sum += lds(said + i * 4);
-    if (found < 0 && (i + 1) * C <= there && sum < FORGOTTEN) found = i + 1;
+    if (found < 0 && sum < FORGOTTEN) found = i + 1;
   }
   return uniform(found);
 }

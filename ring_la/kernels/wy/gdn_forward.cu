@@ -83,13 +83,11 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
     ldm(n[0], half + rb * 128 + swz(rb, (2 * ks + cb) & 7));
     ldm(n[1], half + 2048 + rb * 128 + swz(rb, (2 * ks + cb) & 7));
     ldm(x, half + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    if (!MAPS) ldm(y, half + OFF_Q + ra * 128 + swz(ra, (2 * ks + ca) & 7));
     mma(A[0], x, n[0][0], n[0][1]); mma(A[1], x, n[0][2], n[0][3]);
-    if (!MAPS) {
-      ldm(y, half + OFF_Q + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-      mma(P[0], y, n[0][0], n[0][1]); mma(P[1], y, n[0][2], n[0][3]);
-      ldm(y, half + OFF_Q + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-    }
+    if (!MAPS) { mma(P[0], y, n[0][0], n[0][1]); mma(P[1], y, n[0][2], n[0][3]); }
     ldm(x, half + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    if (!MAPS) ldm(y, half + OFF_Q + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       mma(A[2 + 2 * j], x, n[j][0], n[j][1]); mma(A[3 + 2 * j], x, n[j][2], n[j][3]);
@@ -354,17 +352,15 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
   }
 }
 
-#if MAPS
-INLINE void consume(const Args& a, const Span& x, int s, int h, const Reach& r, bool, u32 base, int w, int lane) {
-  find_maps(a, s, h, r.passes, true, w, lane, [&](float (&S)[16][4], int pass) {
-    walk(S, a, h, r.t0, x.end, x.end, 0, pass * r.n, r.n, base, w, lane);
-  });
-}
-#else
-INLINE void consume(const Args& a, const Span& x, int s, int h, const Reach& r, bool waits, u32 base, int w, int lane) {
-  const int t0 = r.t0, n = r.n, passes = r.passes;
-  float S[16][4];
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,
+                    int lane) {
   const int end = uniform(x.end);
+#if MAPS
+  find_maps(a, s, h, passes, true, w, lane, [&](float (&S)[16][4], int pass) {
+    walk(S, a, h, t0, end, end, 0, pass * n, n, base, w, lane);
+  });
+#else
+  float S[16][4];
   if (passes > 1 || !waits || a.given)
     begin_with(S, entering(a, x.piece, s, h, x.first, waits), w, lane);
   else
@@ -377,8 +373,8 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, const Reach& r, 
     between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
   }
   if (passes == 1 && !a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
-}
 #endif
+}
 
 // Tokens of a span's piece before token t
 INLINE int before(const Args& a, const Span& x, int t) { return t - (a.table ? a.cu[x.piece] : x.piece * a.T); }
@@ -420,23 +416,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const bool waits = false;
-  Reach r = reach_of_maps(a, x, h, base + SAID + 16, lane);
+  const Reach r = reach_of_maps(a, x, h, base + SAID + 16, lane);
+  const int t0 = uniform(r.t0), n = uniform(r.n), passes = uniform(r.passes);
 #else
   const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const bool waits = mine.back < 0;
-  Reach r = {x.begin - max(mine.back, 0) * C, 0, waits && !x.last && !a.given ? 3 : 1};
-  r.n = (x.end - r.t0 + C - 1) / C;
+  const int t0 = uniform(x.begin - max(mine.back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
+  const int passes = waits && !x.last && !a.given ? 3 : 1;
 #endif
-  r = {uniform(r.t0), uniform(r.n), uniform(r.passes)};
   if (uniform(tid >> 8)) {
     registers_down<120>();
-    produce(a, x, h, r.t0, r.n, r.passes, base, w, lane);
+    produce(a, x, h, t0, n, passes, base, w, lane);
   } else {
     registers_up<192>();
-    consume(a, x, s, h, r, waits, base, w, lane);
+    consume(a, x, s, h, t0, n, waits, passes, base, w, lane);
 #if KEEP
     if (lane == 0) copied_out();
 #endif
