@@ -53,21 +53,35 @@
 // Ask for the rows of 32 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
 INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
-  const u32 jr = (u32)((j ^ row) & 7) << 4;
-  const u32 to = at + (u32)((j >> 3) * HALF + row * 128), to_v = at + OFF_V + (u32)((j >> 3) * 128 + row * 256);
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
   const char* k = (const char*)a.k + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
   const char* v = (const char*)a.v + (u64)(t + row) * sv + h * (D * 2) + j * 16;
   const u64 to_k = (const char*)a.q - (const char*)a.k;
-#pragma unroll 2
-  for (int i = 0; i < 16; i++) {
-    const u32 z = jr ^ ((2 * i & 6) << 4);
-    const bool ok = 2 * i < live;
-    const char* from = ok ? k : (const char*)a.k;
-    cp16(to + z + i * 256, from, ok);
-    if (!MAPS) cp16(to + z + i * 256 + OFF_Q, from + to_k, ok);
-    cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok && values);
-    k += 2 * sk; v += 2 * sv;
+  u32 to[4], to_v[4];  // rows 2 i, i % 4
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 z = swz(row + 2 * i, j & 7);
+    to[i] = at + (u32)((j >> 3) * HALF + row * 128) + z;
+    to_v[i] = at + OFF_V + (u32)((j >> 3) * 128 + row * 256) + z;
+  }
+  if (t + C <= end) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      cp16(to[i & 3] + i * 256, k, true);
+      if (!MAPS) cp16(to[i & 3] + i * 256 + OFF_Q, k + to_k, true);
+      cp16(to_v[i & 3] + i * 512, v, values);
+      k += 2 * sk; v += 2 * sv;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const bool ok = 2 * i < live;
+      const char* from = ok ? k : (const char*)a.k;
+      cp16(to[i & 3] + i * 256, from, ok);
+      if (!MAPS) cp16(to[i & 3] + i * 256 + OFF_Q, from + to_k, ok);
+      cp16(to_v[i & 3] + i * 512, ok ? v : (const char*)a.v, ok && values);
+      k += 2 * sk; v += 2 * sv;
+    }
   }
 }
 
@@ -193,7 +207,7 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
-// What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then S^T q^T (not with MAPS); S <- e^GL S meanwhile. With KEEP
+// What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then (not with MAPS) S^T q^T; S <- e^GL S meanwhile. With KEEP
 // the state goes out to `kept`, unless that is null.
 #if MAPS
 #define READ 16
@@ -226,12 +240,28 @@ INLINE void read_state(float (&RO)[READ], float (&S)[16][4], u32 at, u32 factors
 }
 
 // The state over n chunks from token t0 on, the first of which is the c0-th of those under way; outputs from `begin` on, which has chunk
-// number `chunk`.
+// number `chunk`. A chunk's output waits in its slot until the tensor cores read the state for the next one.
 INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int chunk, int c0, int n, u32 base, int w,
                  int lane) {
   const u32 bars = base + BARS;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
   const u32 column = (u32)((lane & 3) * 8);
+  const u32 own = (u32)((lane >> 1) * 256) + swz(lane >> 1, w * 2 + (lane & 1));  // 8 channels of a token
+  const u64 stride = (u64)a.H * D;
+  u16* out = a.o + (u64)(t0 + (lane >> 1)) * stride + h * D + (w * 2 + (lane & 1)) * 8;  // of the next chunk
+  bool left = false;  // an output in the slot before
+  u32 z[2][4];
+  auto fetch = [&](int c) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) lds128(z[m], base + c % SLOTS * SLOT + OFF_V + m * 4096 + own);
+  };
+  auto put_out = [&](int c) {
+    const int live = end - t0 - (c - c0) * C - (lane >> 1);
+#pragma unroll
+    for (int m = 0; m < 2; m++) stg128_if(out + (u64)((c - c0) * C + 16 * m) * stride, z[m], 16 * m < live);
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
+  };
   for (int c = c0; c < c0 + n; c++) {
     const int slot = c % SLOTS, t = t0 + (c - c0) * C;
     const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR;
@@ -242,7 +272,10 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     const u64 place = kept_at(a, chunk + (t - begin) / C, h);
     if (t >= begin) kept = (char*)(a.kept_S + place * (D * D));
 #endif
+    if (left) fetch(c - 1);
     read_state(RO, S, at, factors, kept, base + SLOTS * SLOT + w * 4096, w, lane);
+    if (left) put_out(c - 1);
+    left = !MAPS && t >= begin;
     u32 v[2][4], u[2][4], at_end[2][4];
     float E[4][2];
 #pragma unroll
@@ -287,13 +320,19 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
         at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e0, U[i][3] * e1);
       }
     }
+    float* O = RO + 16;
+    if (left) {  // before the state's products, which the tensor cores would finish first
+#pragma unroll
+      for (int i = 0; i < 16; i++) O[i] *= E[i >> 2][i & 1];
+      add_pairs(O, u, at + OFF_P, rb, cb);
+    }
     wg_fence();
     wgmma128(S, at_end[0], descriptor(at, HALF, 1024));
     wgmma128(S, at_end[1], descriptor(at + 2048, HALF, 1024));
     wg_commit();
+    if (left) {
 #if KEEP
-    u32 z[2][4];
-    if (t >= begin) {  // W = R - B U
+      u32 y[2][4];  // W = R - B U
 #pragma unroll
       for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -308,26 +347,8 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       }
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < 2; m++) lds128(z[m], at + OFF_V + (16 * m + (lane >> 1)) * 256 + swz(lane >> 1, w * 2 + (lane & 1)));
+      for (int m = 0; m < 2; m++) lds128(y[m], at + OFF_V + m * 4096 + own);
       __syncwarp();
-    }
-#endif
-#if !MAPS
-    if (t >= begin) {  // the output, meanwhile
-      float* O = RO + 16;
-      u32 p[4];
-#pragma unroll
-      for (int i = 0; i < 16; i++) O[i] *= E[i >> 2][i & 1];
-      ldm(p, at + OFF_P + pair_place(rb, cb));
-      mma(O, u[0], p[0], p[1]); mma(O + 4, u[0], p[2], p[3]);
-      ldm(p, at + OFF_P + pair_place(16 + rb, cb));
-      mma(O + 8, u[0], p[0], p[1]); mma(O + 12, u[0], p[2], p[3]);
-      ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
-      mma(O + 8, u[1], p[0], p[1]); mma(O + 12, u[1], p[2], p[3]);
-#if KEEP
-#pragma unroll
-      for (int m = 0; m < 2; m++)
-        stg128((char*)(a.kept_W + place * (C * D)) + tile_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), z[m]);
 #endif
 #pragma unroll
       for (int m = 0; m < 2; m++) {
@@ -336,19 +357,19 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
         for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * a.scale, O[8 * m + 2 * i + 1] * a.scale);
         stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
       }
-      __syncwarp();
+#if KEEP
 #pragma unroll
-      for (int m = 0; m < 2; m++) {
-        const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
-        u32 z[4];
-        lds128(z, at + OFF_V + row * 256 + swz(row, to));
-        if (t + row < end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + to * 8, z);
-      }
-    }
+      for (int m = 0; m < 2; m++)
+        stg128((char*)(a.kept_W + place * (C * D)) + tile_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), y[m]);
 #endif
+    }
     wg_wait(S);
     __syncwarp();
-    if (lane == 0) bar_arrive(bars + slot * 16 + 8);
+    if (!left && lane == 0) bar_arrive(bars + slot * 16 + 8);
+  }
+  if (left) {
+    fetch(c0 + n - 1);
+    put_out(c0 + n - 1);
   }
 }
 
