@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--kinds", type=names(KINDS), default="zigzag,balanced")
     parser.add_argument("--kernels", type=names(KERNELS), default="triton")
     parser.add_argument("--streams", type=counts, default="1")
-    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="of the first kernel: each block by itself, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
     args = parser.parse_args()
     need_gpus(parser)
@@ -254,7 +254,8 @@ def main() -> None:
         with kernel_of(name) as kernel:
             made = compile_ahead([kernel], {scores_of(c, args.width) for c in args.cases}, heads, args.width)
             print(f"{made} passes of {name} compiled", flush=True)
-    ways = [(name, n, args.alone and n == 1) for name, n in itertools.product(args.kernels, args.streams)]
+    ways = [(name, n, args.alone) for name, n in itertools.product(args.kernels, args.streams)]
+    ways[1:] = [(name, n, False) for name, n, _ in ways[1:]]
     for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
         for kind in args.kinds if case != "causal" else args.kinds[:1]:
             rows += bench(case, T, P, kind, ways, heads, args.width)
