@@ -6,8 +6,8 @@ Each rank's own block and rounds, as a copied ring has them, on keys that are th
 left to the bound (one call that sees everything, with the FLOPs that a rank owes) is what tiles, launches and merges
 cost, and how even the ranks are; what a real ring takes beyond the dearest rank is its exchange. Bytes are those of
 keys and values that each rank receives. `general` is `triton` without its kernels of spans, `beside` with a block's two
-backward kernels on two streams. `--streams 2` puts every other round on a second stream, as `Copied` does; `--alone`
-times each block by itself, too.
+backward kernels on two streams, `together n` with the programs of some heads, n or more, in one order. `--streams 2`
+puts every other round on a second stream, as `Copied` does; `--alone` times each block by itself, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ CASES: dict[str, tuple[str, int]] = {
 }
 ROUNDS = 5
 TIMED = "forward", "total"
-KERNELS = "general", "beside", *BACKENDS
+VARIANTS: dict[str, dict] = {
+    "beside": dict(BESIDE=True),
+    **{f"together {n}": dict(PROGRAMS=n) for n in (264, 528, 1056)},
+}
+KERNELS = "general", *VARIANTS, *BACKENDS
 
 
 def scores_of(case: str, D: int) -> Scores:
@@ -58,8 +62,8 @@ def scores_of(case: str, D: int) -> Scores:
 @contextmanager
 def kernel_of(name: str) -> Iterator[AttentionBackend]:
     """A kernel by name."""
-    beside = mock.patch.object(span_launch, "BESIDE", name == "beside")
-    with beside, mock.patch.dict(table.SPANS_FORWARD, clear=name == "general"):
+    variant = mock.patch.multiple(span_launch, **VARIANTS[name]) if name in VARIANTS else nullcontext()
+    with variant, mock.patch.dict(table.SPANS_FORWARD, clear=name == "general"):
         yield BACKENDS.get(name, BACKENDS["triton"])
 
 
@@ -214,7 +218,7 @@ def bench(
     for name, streams, alone in ways:
         row = dict(case=case, T=T, P=P, kind=kind, kernel=name, streams=streams, heads=heads)
         with kernel_of(name) as kernel:
-            same = "triton" if name == "beside" else name
+            same = "triton" if name in VARIANTS else name
             bounds[same] = bounds.get(same) or bound_of(kernel, T, few, heads, D)
             row |= dict(bound=bounds[same]) | _row(Way(kernel, streams, alone), ranks, scores, heads, D, truth)
         row |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
@@ -223,7 +227,7 @@ def bench(
             f"{n} {row[n]:7.3f} ms {row['bound'][n] / row[n]:4.0%} {row['tflops'][n]:4.0f} TFLOP/s" for n in TIMED
         )
         each = " ".join(f"{x:.2f}" for x in row["ranks"]["total"])
-        where = f"{case:12} {T:6} × {P} {kind:9} {name:9} {streams}"
+        where = f"{case:12} {T:6} × {P} {kind:9} {name:13} {streams}"
         print(f"{where} {said}   each {each}   apart {row['apart']:.1e}", flush=True)
         rows.append(row)
     return rows
@@ -240,7 +244,7 @@ def main() -> None:
     parser.add_argument("--kinds", type=names(KINDS), default="zigzag,balanced")
     parser.add_argument("--kernels", type=names(KERNELS), default="triton")
     parser.add_argument("--streams", type=counts, default="1")
-    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="of the first kernel: each block by itself, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
     args = parser.parse_args()
     need_gpus(parser)
@@ -250,7 +254,8 @@ def main() -> None:
         with kernel_of(name) as kernel:
             made = compile_ahead([kernel], {scores_of(c, args.width) for c in args.cases}, heads, args.width)
             print(f"{made} passes of {name} compiled", flush=True)
-    ways = [(name, n, args.alone and n == 1) for name, n in itertools.product(args.kernels, args.streams)]
+    ways = [(name, n, args.alone) for name, n in itertools.product(args.kernels, args.streams)]
+    ways[1:] = [(name, n, False) for name, n, _ in ways[1:]]
     for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
         for kind in args.kinds if case != "causal" else args.kinds[:1]:
             rows += bench(case, T, P, kind, ways, heads, args.width)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 BESIDE = False
 """Whether the two backward kernels of a block run on two streams: where one's last programs leave multiprocessors idle,
 the other one's take them."""
+PROGRAMS = 0
+"""Programs of four warps that go together at least, the dearest first: those of as many heads as it takes, so that a
+kernel ends evenly. 0: of one head."""
 BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
@@ -104,9 +107,10 @@ class OfSpans(BlockCall):
         from ....kernels.runtime.launch import filled, launch
 
         items, (q, k) = len(work.items), (self.q, self.k)
+        together = max(1, -(-PROGRAMS * 4 // (how.warps * items)))
         launch(
             kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
-            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, _length(q.shape[1]), *self.strides,
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, together, _length(q.shape[1]), *self.strides,
             BM=how.rows, BN=how.keys, **self.shared,
             num_warps=how.warps, num_stages=how.stages, tensors="any",
         )  # fmt: skip
