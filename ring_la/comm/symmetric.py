@@ -91,7 +91,7 @@ class SymmetricTransport:
         away = [(address - self.own.data_ptr()) // UNIT for address in memory.addresses]
         self.mailboxes = torch.tensor(away, dtype=torch.int64, device=device)
         self.broken = torch.zeros(members.size, dtype=torch.int32, device=device)
-        self.report = torch.zeros(members.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.report = torch.zeros(members.size, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
         self.constants = dict(
             P=members.size, BLOCKS=kernel.BLOCKS, SLOTS=kernel.SLOTS, CHUNK=kernel.CHUNK, FLAG=kernel.FLAG, STEP=4096,
             CLOCK=device.type == "cuda",

@@ -53,7 +53,11 @@ def _references(file: str) -> tuple[range, ...]:
     for node in ast.walk(ast.parse(Path(file).read_text())):
         if isinstance(node, ast.Assign):
             names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-            if names and all(n.startswith("ref") or n.endswith("_ref") or n == "_" for n in names) and {*names} != {"_"}:
+            if (
+                names
+                and all(n.startswith("ref") or n.endswith("_ref") or n == "_" for n in names)
+                and {*names} != {"_"}
+            ):
                 found.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return tuple(found)
 

@@ -48,7 +48,7 @@ def check(model: nn.Module, run: Run, vocabulary: int, longest: int, device: tor
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.eval()
-        with torch.no_grad(), _without_zeros(model):
+        with torch.no_grad(), _without_zeros(model), torch.device("cpu"):  # whatever the default device is
             probe.neighbours()
             probe.places()
             probe.positions()

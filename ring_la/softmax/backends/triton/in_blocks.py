@@ -68,12 +68,12 @@ def _in_blocks(tokens: Tokens, size: int) -> RowsInBlocks:
     number = torch.div(position, size, rounding_mode="floor")
     which, block_of = torch.unique(torch.stack([document, number]), dim=1, return_inverse=True)
     places = block_of * size + position - number * size
-    if torch.equal(places, torch.arange(len(places))):
+    if torch.equal(places, torch.arange(len(places), device="cpu")):
         return RowsInBlocks(tokens, tokens, None, None)
     length, device = which.shape[1] * size, tokens.device
-    at = (which[1] * size)[:, None] + torch.arange(size)
-    of, stands, source = (torch.full((length,), x) for x in (NOBODY, 0, 0))
-    of[places], stands[places], source[places] = document, index, torch.arange(len(places))
+    at = (which[1] * size)[:, None] + torch.arange(size, device="cpu")
+    of, stands, source = (torch.full((length,), x, device="cpu") for x in (NOBODY, 0, 0))
+    of[places], stands[places], source[places] = document, index, torch.arange(len(places), device="cpu")
     everyone = which[0].repeat_interleave(size)
     own, filled = (Tokens(None, length, device, (at.flatten().to(device), d.to(device))) for d in (of, everyone))
     own.index = filled.index = stands.to(device)

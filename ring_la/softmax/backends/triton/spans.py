@@ -70,7 +70,7 @@ def _spans(rows: Tokens, others: Tokens, back: int | None, ahead: int | None) ->
 
 def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boundary: int) -> SpanWork:
     low, high = spans
-    cuts = torch.tensor(_cuts(rows, size), dtype=torch.int32).to(low.device)
+    cuts = torch.tensor(_cuts(rows, size), dtype=torch.int32, device="cpu").to(low.device)
     inside = cuts[:, :1] + torch.arange(size, device=low.device, dtype=torch.int32)
     mine = inside < cuts[:, 1:]
     inside = inside.clamp(max=len(rows) - 1).long()
