@@ -5,9 +5,9 @@
 Each rank's own block and rounds, as a copied ring has them, on keys that are there already, in a CUDA graph. What is
 left to the bound (one call that sees everything, with the FLOPs that a rank owes) is what tiles, launches and merges
 cost, and how even the ranks are; what a real ring takes beyond the dearest rank is its exchange. Bytes are those of
-keys and values that each rank receives. `general` is `triton` without its kernels of spans, `beside` with a block's two
-backward kernels on two streams, `together n` with the programs of some heads, n or more, in one order. `--streams 2`
-puts every other round on a second stream, as `Copied` does; `--alone` times each block by itself, too.
+keys and values that each rank receives. `general` is `triton` without its kernels of spans, `together n` with the
+programs of some heads, n or more, in one order. `--streams 2` puts every other round on a second stream, as `Copied`
+can; `--alone` times each block by itself, too.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ CASES: dict[str, tuple[str, int]] = {
 }
 ROUNDS = 5
 TIMED = "forward", "total"
-VARIANTS: dict[str, dict] = {
-    "beside": dict(BESIDE=True),
-    **{f"together {n}": dict(PROGRAMS=n) for n in (264, 528, 1056)},
-}
+VARIANTS = {f"together {n}": dict(PROGRAMS=n) for n in (264, 528, 1056)}
 KERNELS = "general", *VARIANTS, *BACKENDS
 
 
