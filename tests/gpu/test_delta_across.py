@@ -28,7 +28,7 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
     cp = ring_la.ContextParallel(pool.group(), scan="ring")
     made = mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of)
     changes = (
-        mock.patch.object(one_launch, "DELTA_ACROSS", True),
+        mock.patch.object(one_launch, "ACROSS", ("none", "scalar", "diagonal")),
         mock.patch.object(one_launch, "LEAST", 0),
         mock.patch.object(gdn_launches, "span", return_value=64),
     )

@@ -23,6 +23,7 @@ from ring_la.algebra import Rule  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy.across import DELTA  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
@@ -142,7 +143,7 @@ def test_delta_rules_whose_states_come_from_other_shards(cuts, cu, fall):
     pieces = [None if cu is None else torch.tensor((0, 30, 90), dtype=torch.int32), *(None,) * shards]
     parts = [slice(*ends) for ends in zip(cuts, cuts[1:])]
     locals_ = [
-        ScannedSpans.of(rule, Inputs(*(x[:, p].contiguous() for x in (q, k, v, g, beta))), n, 128**-0.5, saved)
+        ScannedSpans.of(DELTA, rule, Inputs(*(x[:, p].contiguous() for x in (q, k, v, g, beta))), n, 128**-0.5, saved)
         for p, n in zip(parts, pieces)
     ]
     outs, entered, S = [], [], S0

@@ -21,7 +21,7 @@ from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, as_read, multiprocessors
+from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
 LINK, EARLY = 3, 12
@@ -127,16 +127,6 @@ def combined(length: int, tokens: int, states: int) -> int:
 
 
 Cut = Callable[[int, int, int, int, bool], tuple[int, int]]
-
-
-class Passing(NamedTuple):
-    """What spans hand on, or (`given`) what enters each; `parts`: what those that wait combine, `together` at a time.
-    Of a launch that finds maps: what spans add, and their transitions."""
-
-    states: Tensor
-    parts: Tensor | None = None
-    together: int = 1
-    given: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@
 // A span that is not a piece's first starts a chunk or two early from zero where what entered there is forgotten, to
 // rounding, when the span begins. The bound holds element by element: with |S| <= u in each row, a token gives
 // u <- e^g u, then u <- u + beta |k| (|k| . u). Where it is not small enough, the span waits for the state that the one
-// before it leaves. Programs take spans in order, so that one which waits waits for one that runs.
+// before it leaves. Programs take spans in order, so that one which waits waits for one that runs. Where states come from other
+// ranks, one launch finds what spans do to a state (maps.cuh), and another goes over all of them.
 #include "kda.cuh"
 
 #define SLOTS 8 // chunks under way, one a warp that makes factors
@@ -439,16 +440,34 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
     }
   }
 }
+#elif MAPS
+INLINE void consume(const Args& a, int s, int h, const Reach& r, int end, u32 base, int w, int lane) {
+  find_maps(a, s, h, r.passes, true, w, lane, [&](float (&S)[16][4], int pass) {
+    walk(S, a, h, r.t0, end, end, 0, pass * r.n, (pass + 1) * r.n, 0, base, w, lane);
+  });
+}
+
+// Tokens of a span's piece before token t
+INLINE int before(const Args& a, const Span& x, int t) { return t - (a.table ? a.cu[x.piece] : x.piece * a.T); }
+
+// Of a span for its maps. By all warps.
+INLINE Reach reach_of_maps(const Args& a, const Span& x, int h, u32 said, int lane) {
+  const int at_end = forgetting(a, x.end, before(a, x, x.end), false, h, said, lane);
+  if (at_end >= 0) return {x.end - at_end * C, at_end, x.last};
+  const int back = x.first ? -1 : forgetting(a, x.begin, before(a, x, x.begin), false, h, said, lane);
+  const int t0 = x.begin - max(back, 0) * C;
+  return {t0, (x.end - t0 + C - 1) / C, back < 0 ? 2 : 1};
+}
 #else
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
   float S[16][4];
   const int skip = a.ahead && !x.first ? uniform(lds32(base + SAID + 4) ? 1 : 0) : decide(a, x, s, h, base + SAID, w, lane);
-  if (skip == 2)
+  if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
-    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+    begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2), w, lane);
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
-  leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+  if (!a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
 #endif
 
@@ -473,6 +492,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #if DEFERRED
   if (x.first || load_acquire(decided(a, s, h)) != 2) return;
   const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
+#elif MAPS
+  const Reach r = reach_of_maps(a, x, h, base + SAID + 4, lane);
+  const int t0 = r.t0, n = r.n;
 #else
   if (a.ahead && !x.first) {  // a span that waits is left to the launch behind this one
     if (uniform(tid >> 8) == 0) decide(a, x, s, h, base + SAID, w, lane);
@@ -483,11 +505,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #endif
   if (uniform(tid >> 8)) {
     registers_down<104>();
+#if MAPS
+    produce(a, x, h, t0, n, r.passes, base, w, lane);
+#else
     produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
+#endif
   } else {
     registers_up<152>();
 #if DEFERRED
     consume(a, x.last, n, base, w, lane);
+#elif MAPS
+    consume(a, s, h, r, x.end, base, w, lane);
 #else
     consume(a, x, s, h, t0, n, base, w, lane);
 #endif
