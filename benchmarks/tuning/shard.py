@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,7 +25,7 @@ from ring_la import reference
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse
-from ring_la.kernels.wy import one_launch
+from ring_la.kernels.wy import gdn_launches, one_launch
 
 from ..ops.cases import Shape
 from ..ops.measure import error, milliseconds
@@ -85,8 +86,10 @@ class Shard:
         alone = arm == "alone"
         border = None if alone else AtOnce(S, dS)
         use = OutputUse(saved=train, alone=alone)
-        across = mock.patch.object(one_launch, "ACROSS", (self.op.rule.decay,) if arm == "spans" else ())
-        with across, mock.patch.object(one_launch, "LEAST", 0):
+        across = mock.patch.object(one_launch, "ACROSS", (self.op.rule.decay,) if arm.startswith("spans") else ())
+        _, _, length = arm.partition(" of ")
+        cut = mock.patch.object(gdn_launches, "across", return_value=(int(length),) * 2) if length else nullcontext()
+        with across, cut, mock.patch.object(one_launch, "LEAST", 0):
             local = recurrence(self.op.rule, self.inputs, None, 128**-0.5, use)
             out = local.output(S if alone else None, border=border)
             if not train:
@@ -130,9 +133,9 @@ def graph(call: Callable[[], object]) -> Callable[[], None]:
     return made.replay
 
 
-def times(op: str, tokens: int) -> None:
+def times(op: str, tokens: int, lengths: list[str]) -> None:
     shard = Shard(tokens, OPS[op])
-    for arm in ARMS:
+    for arm in (*ARMS, *(f"spans of {n}" for n in lengths if op == "gdn")):
         row: dict[str, object] = {"op": op, "tokens": tokens, "heads": shard.op.heads, "arm": arm}
         for name, train in (("fwd", False), ("both", True)):
             call = graph(lambda arm=arm, train=train: shard.run(arm, train))  # type: ignore[misc]
@@ -165,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="8192,32768,4096,16384,2048")
     parser.add_argument("--ops", default="gdn,kda")
+    parser.add_argument("--lengths", default="", help="of spans of gdn, tokens: an arm each")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--limit", type=float, default=120, help="seconds: no row starts after them")
@@ -176,7 +180,7 @@ def main() -> int:
     for tokens in map(int, args.tokens.split(",")):
         for op in ops:
             if time.monotonic() - began < args.limit:
-                times(op, tokens)
+                times(op, tokens, args.lengths.split(",") if args.lengths else [])
                 if args.profile:
                     profile(op, tokens)
     return 0

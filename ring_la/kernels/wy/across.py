@@ -6,7 +6,7 @@ What the maps' launches leave out (see `maps.cuh`) the others do not ask for: bo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,13 @@ class Cut(NamedTuple):
 
 
 class SpanKernels(Protocol):
-    """A rule's launches. States are those of spans ``[B, NS, H, K, V]``."""
+    """A rule's launches. States are those of spans ``[B, NS, H, K, V]``.
+
+    Attributes:
+        left: how many tensors `output` leaves for the gradients.
+    """
+
+    left: ClassVar[int]
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
         """The call; all of its spans have one length."""
@@ -37,10 +43,6 @@ class SpanKernels(Protocol):
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         """Whether there is room for what gradients take."""
-        ...
-
-    def left(self, saved: Saved) -> bool:
-        """Whether it is `output` that has left this for the gradients."""
         ...
 
     def maps(self, call: Any) -> SpanMaps:
@@ -51,8 +53,8 @@ class SpanKernels(Protocol):
         """o, and if `keep` what the gradients take, of the states that enter the spans."""
         ...
 
-    def maps_back(self, call: Any, saved: Saved, do: Tensor) -> SpanMaps:
-        """What each span adds to the gradient of the state that enters it, and transitions as those of `maps`."""
+    def added_back(self, call: Any, saved: Saved, do: Tensor) -> Tensor:
+        """What each span adds to the gradient of the state that enters it."""
         ...
 
     def gradients(self, call: Any, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
@@ -69,10 +71,10 @@ def _heads(call: GDNCall | KDACall) -> range:
     return range(call.inputs.v.shape[2])
 
 
-def _room(call: GDNCall | KDACall) -> SpanMaps:
+def _room(call: GDNCall | KDACall) -> Tensor:
+    """For a state of every span, or its transition."""
     B, _, H, _ = call.inputs.v.shape
-    own, transition = (call.new(B, call.count // B, H, HEAD, HEAD) for _ in range(2))
-    return SpanMaps("dense", own, transition, True)
+    return call.new(B, call.count // B, H, HEAD, HEAD)
 
 
 def _by_key_head(call: GDNCall | KDACall, found: Inputs) -> Inputs:
@@ -86,19 +88,18 @@ def _by_key_head(call: GDNCall | KDACall, found: Inputs) -> Inputs:
 class DeltaSpans:
     """The delta rule's and the gated delta rule's."""
 
+    left: ClassVar[int] = 3
+
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
-        return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.even), gdn_launches.CHUNK)
+        return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return gdn_launches.keeps(inputs, cu)
 
-    def left(self, saved: Saved) -> bool:
-        return KeptChunks.of(saved) is not None
-
     def maps(self, call: GDNCall) -> SpanMaps:
-        found = _room(call)
+        found = SpanMaps("dense", _room(call), _room(call), True)
         kernel = gdn_launches.forward_kernel(False, *call.defines, maps=True)
-        passing = Passing(found.own, found.transition)
+        passing = Passing(found.own, found.transition, maps=True)
         call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
         return found
 
@@ -109,10 +110,10 @@ class DeltaSpans:
         call.launch(gdn_launches.forward_kernel(keep, *call.defines), heads, o, (None, None), kept, passing=passing)
         return o, tuple(kept) if keep else ()
 
-    def maps_back(self, call: GDNCall, saved: Saved, do: Tensor) -> SpanMaps:
+    def added_back(self, call: GDNCall, saved: Saved, do: Tensor) -> Tensor:
         found, (states, writes, pairs) = _room(call), saved
         kernel = gdn_launches.backward_kernel(*call.defines, maps=True)
-        passing = Passing(found.own, found.transition)
+        passing = Passing(found, maps=True)
         kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)  # type: ignore[arg-type]
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
         return found
@@ -130,18 +131,18 @@ class DeltaSpans:
 class KDASpans:
     """KDA's by a bounded gate. What is kept is what enters the spans, from which the backward makes chunks' states."""
 
+    left: ClassVar[int] = 1
+
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
         return _cut(KDACall.of(inputs, cu, scale, inputs.v.shape[2]), kda_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
 
-    def left(self, saved: Saved) -> bool:
-        return len(saved) == 1
-
     def maps(self, call: KDACall) -> SpanMaps:
-        found = _room(call)
-        call.launch("forward", _heads(call), None, (None, None), passing=Passing(found.own, found.transition))
+        found = SpanMaps("dense", _room(call), _room(call), True)
+        passing = Passing(found.own, found.transition, maps=True)
+        call.launch("forward", _heads(call), None, (None, None), passing=passing)
         return found
 
     def output(self, call: KDACall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
@@ -149,9 +150,9 @@ class KDASpans:
         call.launch("forward", _heads(call), o, (None, None), passing=Passing(entering, given=True))
         return o, (entering,) if keep else ()
 
-    def maps_back(self, call: KDACall, saved: Saved, do: Tensor) -> SpanMaps:
+    def added_back(self, call: KDACall, saved: Saved, do: Tensor) -> Tensor:
         found, further = _room(call), (do, *(None,) * 5)
-        passing = Passing(found.own, found.transition)
+        passing = Passing(found, maps=True)
         call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
         return found
 

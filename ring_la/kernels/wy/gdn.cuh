@@ -70,8 +70,8 @@ INLINE float left_over(const Args& a, int t, int h, int lane) {
   return x;
 }
 
-// How many chunks before token t (`step` -1) or from it on (1) forget what enters them, or -1; of `there` tokens that the piece
-// has on that side. By all warps.
+// How many chunks before token t (`step` -1) or from it on (1) forget what enters them, or -1; of `there` tokens that are
+// asked for. By all warps.
 INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
   for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
     const int from = step < 0 ? t - (i + 1) * C : t + i * C;

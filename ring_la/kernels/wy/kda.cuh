@@ -103,18 +103,16 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
   return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
 }
 
-// How many chunks before token t (`back`: from it on, going left) forget what enters them, one or two, or -1; of `there` tokens that
-// the piece has on that side. By all warps.
-INLINE int forgetting(const Args& a, int t, int there, bool back, int h, u32 said, int lane) {
+// How many chunks before token t (`step` -1) or from it on (1), one or two, forget what enters them, or -1; of `there` tokens that are
+// asked for. By all warps.
+INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
   const int w = uniform(threadIdx.x >> 5), tokens = (w + 1) * C;
   if (w < 2) {
-    const bool ok = there >= 2 * C && forgotten(a, back ? t : t - tokens, h, tokens, back, lane);
+    const bool ok = there >= 2 * C && forgotten(a, step < 0 ? t - tokens : t, h, tokens, step > 0, lane);
     if (lane == 0) sts32(said + w * 4, ok);
   }
   __syncthreads();
-  const int found = lds32(said) ? 1 : lds32(said + 4) ? 2 : -1;
-  __syncthreads();
-  return uniform(found);
+  return uniform(lds32(said) ? 1 : lds32(said + 4) ? 2 : -1);
 }
 
 // The gates of token i and this lane's four channels, in rows of 512 bytes

@@ -590,22 +590,6 @@ INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int l
     }
   }
 }
-#elif MAPS
-INLINE void consume(const BackArgs& b, const Span& x, int s, int h, const Reach& r, u32 base, int w, int lane) {
-  find_maps(b.a, s, h, r.passes, false, w, lane, [&](float (&S)[16][4], int pass) {
-    const int stop = (pass + 1) * r.n;
-    walk(S, b, h, x.begin, x.end, stop - r.n, stop, 0, stop, base, w, lane);
-  });
-}
-
-// Of a span for its maps. By all warps.
-INLINE Reach reach_of_maps(const Args& a, const Span& x, int h, u32 said, int lane) {
-  const int end = a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T;
-  const int at_begin = forgetting(a, x.begin, end - x.begin, true, h, said, lane);
-  if (at_begin >= 0) return {x.begin, at_begin, x.first};
-  const int behind = x.last ? -1 : forgetting(a, x.end, end - x.end, true, h, said, lane);
-  return {x.begin, (x.end - x.begin + C - 1) / C + max(behind, 0), behind < 0 ? 2 : 1};
-}
 #else
 INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int h, int n, int first, u32 base, int w, int lane) {
   const Args& a = b.a;
@@ -642,6 +626,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
+#if MAPS
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const MapOf m = map_of(a, false, base + SAID);
+  const Span x = span_of(a, m.s);
+  if (x.end <= x.begin) return;
+  const Reach r = reach(a, x, m, false, base + SAID + 4, lane);
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);
+  } else {
+    registers_up<200>();
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, b, m.h, x.begin, x.end, 0, r.n, 0, r.n, base, w, lane);
+    });
+  }
+#else
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
@@ -649,9 +649,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
 #if DEFERRED
   if (x.last || load_acquire(decided(a, s, h)) != 2) return;
   const int lim = x.end, n = uniform((x.end - x.begin + C - 1) / C), first = x.first ? 0 : 2 * n, passes = x.first ? 1 : 3;
-#elif MAPS
-  const Reach r = reach_of_maps(a, x, h, base + SAID + 4, lane);
-  const int lim = a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T, n = r.n, passes = r.passes, first = n * passes;
 #else
   const Span y = x.last ? x : span_of(a, s + 1);
   if (a.ahead && !x.last) {  // a span that waits is left to the launch behind this one
@@ -670,10 +667,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     registers_up<200>();
 #if DEFERRED
     consume(b, x.first, n, base, w, lane);
-#elif MAPS
-    consume(b, x, s, h, r, base, w, lane);
 #else
     consume(b, x, y, s, h, n, first, base, w, lane);
 #endif
   }
+#endif
 }

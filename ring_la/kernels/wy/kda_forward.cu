@@ -156,15 +156,15 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   }
 }
 
-// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each: of one, with v or (not `values`) without, or of three, the second of which is without.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, bool values, u32 base, int w, int lane) {
   const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n;
     if (pass == 2) bar_wait(base + OPEN, 0);
     const int t = t0 + (c - pass * n) * C;
-    load_chunk(a, t, x.end, h, pass != 1, at, lane);
+    load_chunk(a, t, x.end, h, values && pass != 1, at, lane);
     float b = 0.f;
     if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
     cp_wait();
@@ -440,24 +440,6 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
     }
   }
 }
-#elif MAPS
-INLINE void consume(const Args& a, int s, int h, const Reach& r, int end, u32 base, int w, int lane) {
-  find_maps(a, s, h, r.passes, true, w, lane, [&](float (&S)[16][4], int pass) {
-    walk(S, a, h, r.t0, end, end, 0, pass * r.n, (pass + 1) * r.n, 0, base, w, lane);
-  });
-}
-
-// Tokens of a span's piece before token t
-INLINE int before(const Args& a, const Span& x, int t) { return t - (a.table ? a.cu[x.piece] : x.piece * a.T); }
-
-// Of a span for its maps. By all warps.
-INLINE Reach reach_of_maps(const Args& a, const Span& x, int h, u32 said, int lane) {
-  const int at_end = forgetting(a, x.end, before(a, x, x.end), false, h, said, lane);
-  if (at_end >= 0) return {x.end - at_end * C, at_end, x.last};
-  const int back = x.first ? -1 : forgetting(a, x.begin, before(a, x, x.begin), false, h, said, lane);
-  const int t0 = x.begin - max(back, 0) * C;
-  return {t0, (x.end - t0 + C - 1) / C, back < 0 ? 2 : 1};
-}
 #else
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
   float S[16][4];
@@ -485,6 +467,22 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
+#if MAPS
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const MapOf m = map_of(a, true, base + SAID);
+  const Span x = span_of(a, m.s);
+  if (x.end <= x.begin) return;
+  const Reach r = reach(a, x, m, true, base + SAID + 4, lane);
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);
+  } else {
+    registers_up<152>();
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, a, m.h, r.t0, x.end, x.end, 0, 0, r.n, 0, base, w, lane);
+    });
+  }
+#else
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
@@ -492,9 +490,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #if DEFERRED
   if (x.first || load_acquire(decided(a, s, h)) != 2) return;
   const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
-#elif MAPS
-  const Reach r = reach_of_maps(a, x, h, base + SAID + 4, lane);
-  const int t0 = r.t0, n = r.n;
 #else
   if (a.ahead && !x.first) {  // a span that waits is left to the launch behind this one
     if (uniform(tid >> 8) == 0) decide(a, x, s, h, base + SAID, w, lane);
@@ -505,19 +500,14 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #endif
   if (uniform(tid >> 8)) {
     registers_down<104>();
-#if MAPS
-    produce(a, x, h, t0, n, r.passes, base, w, lane);
-#else
-    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
-#endif
+    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, true, base, w, lane);
   } else {
     registers_up<152>();
 #if DEFERRED
     consume(a, x.last, n, base, w, lane);
-#elif MAPS
-    consume(a, s, h, r, x.end, base, w, lane);
 #else
     consume(a, x, s, h, t0, n, base, w, lane);
 #endif
   }
+#endif
 }

@@ -64,13 +64,14 @@ def as_read(inputs: Inputs) -> Inputs:
 
 
 class Passing(NamedTuple):
-    """What spans hand on, or (`given`) what enters each. Of a launch that finds maps what spans add, and (`parts`)
+    """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, and (`parts`)
     their transitions; of one whose spans wait what they combine, `together` at a time."""
 
     states: Tensor
     parts: Tensor | None = None
     together: int = 1
     given: bool = False
+    maps: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,15 +134,16 @@ class KDACall:
         """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
         H, count, x = self.inputs.v.shape[2], self.count, self.inputs
         flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=x.v.device)
-        ahead, maps = self.ahead and passing is None, passing is not None and not passing.given
+        ahead = self.ahead and passing is None
         passing = Passing(self.new(count, H, HEAD, HEAD)) if passing is None else passing
+        passes = 2 if passing.maps and not further else 1
         arguments: Any = (
-            count * len(heads), *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
+            passes * count * len(heads), *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
             heads.start, len(heads), ahead, passing.given, self.scale, *further,
         )  # fmt: skip
         for deferred in (False, True) if ahead else (False,):
-            kernel(name, deferred, *self.defines, maps=maps)(*arguments)
+            kernel(name, deferred, *self.defines, maps=passing.maps)(*arguments)
 
 
 def forward(

@@ -1,8 +1,11 @@
-// Maps of spans, for kernels whose states meet those of other ranks.
+// Where states meet those of other ranks.
 //
-// Compiled with MAPS a kernel finds what each span's tokens leave of no state and of the identity (its transition), for a scan
-// over spans and ranks; a launch that is `given` what enters each of them then goes over them once. A span whose last chunks
-// forget everything, so that the next one begins early, has nothing to say, or its piece's last one what these chunks leave.
+// Compiled with MAPS a kernel finds what each span's tokens leave of no state and, forward, of the identity: the span's transition,
+// which is that of the way back, too. A scan over spans and ranks finds of them what enters each span, and a launch that is `given`
+// it goes over all spans once.
+//
+// A span whose last chunks (backward: first ones) forget all that came before has the transition 0. What it adds is found from those
+// chunks alone, and only where that is asked for: at the piece's end, or by a span behind it that does not forget so.
 #pragma once
 #include "spans.cuh"
 
@@ -12,31 +15,34 @@ template <class Args> INLINE const float* entering(const Args& a, int piece, int
   return known && a.S0 ? a.S0 + ((u64)piece * a.H + h) * (D * D) : 0;
 }
 
-// Where a program's tokens begin, how many chunks it goes over and how often: from no state, and then from the identity.
-struct Reach { int t0, n, passes; };
-
-// A state as the caller has states, or (`transposed`) the other way round
-INLINE void put_map(const float (&S)[16][4], float* to, bool transposed, int w, int lane) {
-  asm volatile("" : "+r"(lane));  // no address is kept from pass to pass, for which there are no registers
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int row = v + (e >> 1) * 8, column = nt * 8 + 2 * tq + (e & 1);
-      to[transposed ? row * D + column : column * D + row] = S[nt][e];
-    }
+// A program's span s of head h, from no state (pass 0) or, forward, from the identity.
+struct MapOf { int s, h, pass; };
+template <class Args> INLINE MapOf map_of(const Args& a, bool forward, u32 said) {
+  const int i = uniform(lds32(said)), n = forward ? i >> 1 : i;
+  return {n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
 }
-// Both passes, or what is left out as zeros. walk(S, pass): one of them; transitions go out as those of the way forward.
-template <class Args, class Walk>
-INLINE void find_maps(const Args& a, int s, int h, int passes, bool forward, int w, int lane, Walk walk) {
-  const u64 at = ((u64)s * a.H + h) * (D * D);
+
+// The chunks that a map is found from; none: it is zero, or nobody asks.
+struct Reach { int t0, n; };
+// By all warps. `forgetting` is the rule's.
+template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapOf& m, bool forward, u32 said, int lane) {
+  auto forgets = [&](const Span& y) {
+    const int found = forgetting(a, forward ? y.end : y.begin, forward ? -1 : 1, y.end - y.begin, m.h, said, lane);
+    __syncthreads();  // all know it
+    return found;
+  };
+  const int mine = forgets(x);
+  if (mine < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C)};
+  if (m.pass) return {0, 0};
+  if (!(forward ? x.last : x.first) && forgets(span_of(a, forward ? m.s + 1 : m.s - 1)) >= 0) return {0, 0};
+  return {uniform(forward ? x.end - mine * C : x.begin), mine};
+}
+
+// walk(S): over those chunks
+template <class Args, class Walk> INLINE void find_map(const Args& a, const MapOf& m, int n, int w, int lane, Walk walk) {
   float S[16][4];
-#pragma unroll 1
-  for (int pass = 0; pass < 2; pass++) {
-    if (pass && pass < passes) identity(S, w, lane);
-    else begin_with(S, 0, w, lane);
-    if (pass < passes) walk(S, pass);
-    put_map(S, (pass ? a.parts : a.states) + at, pass && !forward, w, lane);
-  }
+  if (n && m.pass) identity(S, w, lane);
+  else begin_with(S, 0, w, lane);
+  walk(S);
+  put_state(S, (m.pass ? a.parts : a.states) + ((u64)m.s * a.H + m.h) * (D * D), w, lane);
 }

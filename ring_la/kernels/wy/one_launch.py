@@ -173,7 +173,7 @@ class OneLaunch:
 
     def _back(self, backward: Backward) -> tuple[WYRecurrence | ScannedSpans, Backward]:
         """What the forward went by where states are exchanged, and what that takes."""
-        if isinstance(self.across, ScannedSpans) and self.across.kernels.left(backward.saved):
+        if isinstance(self.across, ScannedSpans) and self.across.has_left(backward.saved):
             return self.across, backward
         return self.by_chunks, _without_kept(backward)
 

@@ -34,13 +34,32 @@ from ring_la.kernels.wy.across import SpanKernels
 
 
 class FoundMaps(NamedTuple):
-    """What is found for a summary or an adjoint; nothing of it is kept for a backward pass."""
+    """What is found for a summary or an adjoint."""
 
     maps: SpanMaps
 
     @property
     def savable(self) -> tuple[Tensor | None, ...]:
-        return ()
+        return (self.maps.transition,)
+
+
+class Left(NamedTuple):
+    """What a forward leaves for its gradients: the spans' transitions, the pieces' where states go through them, and
+    what its kernels take."""
+
+    transition: Tensor
+    passed: Tensor | None
+    rest: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, saved: tuple[Tensor | None, ...]) -> Left:
+        transition, passed, *rest = saved
+        assert transition is not None
+        return cls(transition, passed, tuple(rest))
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (self.transition, self.passed, *self.rest)
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,8 @@ class ScannedSpans:
         maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
         entered = self._entered(maps, S0, border, False)
         o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
-        return Output(o, entered.leaving, saved)
+        left = Left(maps.transition, entered.passed, saved).flat if self.use.saved else ()  # type: ignore[arg-type]
+        return Output(o, entered.leaving, left)
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
         found = FoundMaps(self._maps_back(backward))
@@ -94,18 +114,27 @@ class ScannedSpans:
         border: Border | None = None,
     ) -> InputGradients:
         maps = self._maps_back(backward) if adjoint is None else adjoint.found.maps
-        entered = self._entered(maps, dS_end, border, True)
-        grads = self.kernels.gradients(self.call, entered.entering, backward.saved, _read(backward.do))
+        left = Left.of(backward.saved)
+        entered = self._entered(maps, dS_end, border, True, left.passed)
+        grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
     def _maps_back(self, backward: Backward) -> SpanMaps:
-        return self.kernels.maps_back(self.call, backward.saved, _read(backward.do))
+        left = Left.of(backward.saved)
+        own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
+        return SpanMaps("dense", own, left.transition, True)
 
-    def _entered(self, maps: SpanMaps, S: Tensor | None, border: Border | None, reverse: bool) -> Entered:
+    def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
+        """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
+        return len(saved) == len(Left._fields) - 1 + self.kernels.left
+
+    def _entered(
+        self, maps: SpanMaps, S: Tensor | None, border: Border | None, reverse: bool, passed: Tensor | None = None
+    ) -> Entered:
         S = self.plan.state(S)
         if border is None:
             return Entered(*prefix(self.plan, maps, S, reverse))
-        return cross(self.plan, maps, S, reverse, border)()
+        return cross(self.plan, maps, S, reverse, border, passed=passed)()
 
 
 def _read(do: Tensor) -> Tensor:
