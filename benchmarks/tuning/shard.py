@@ -24,7 +24,7 @@ from torch import Tensor
 from ring_la import reference
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
-from ring_la.kernels.protocol import Backward, Inputs, OutputUse
+from ring_la.kernels.protocol import Backward, Border, Inputs, OutputUse
 from ring_la.kernels.wy import gdn_launches, one_launch
 
 from ..ops.cases import Shape
@@ -51,22 +51,20 @@ OPS = {
 ARMS = ("chunks", "spans", "alone")
 
 
-class AtOnce:
-    """A border (see `protocol.Border`) at which states have arrived, and others leave for."""
-
-    key = "at once"
-    memory = ()
-    beside = None
-    whole = (False, False)
-    arrives = (True, True)
-    carries = (True, True)
+class AtOnce(Border):
+    """A border at which states have arrived, and others leave for."""
 
     def __init__(self, came: Tensor, came_back: Tensor) -> None:
+        self.key, self.memory, self.beside = "at once", (), None
+        self.whole, self.arrives, self.carries = (False, False), (True, True), (True, True)
         self._came = came, came_back
 
     def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         assert A is not None
         entering.copy_(self._came[reverse])
+
+    def spans(self, *args: Any, **named: Any) -> None:
+        raise NotImplementedError("maps of these rules are dense")
 
 
 class Shard:
@@ -86,7 +84,8 @@ class Shard:
         alone = arm == "alone"
         border = None if alone else AtOnce(S, dS)
         use = OutputUse(saved=train, alone=alone)
-        across = mock.patch.object(one_launch, "ACROSS", (self.op.rule.decay,) if arm.startswith("spans") else ())
+        least = one_launch.Least(0, 0, 0) if arm.startswith("spans") else one_launch.Least()
+        across = mock.patch.object(one_launch, "ACROSS", least)
         _, _, length = arm.partition(" of ")
         cut = mock.patch.object(gdn_launches, "across", return_value=(int(length),) * 2) if length else nullcontext()
         with across, cut, mock.patch.object(one_launch, "LEAST", 0):

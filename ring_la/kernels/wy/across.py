@@ -114,13 +114,13 @@ class DeltaSpans:
         found, (states, writes, pairs) = _room(call), saved
         kernel = gdn_launches.backward_kernel(*call.defines, maps=True)
         passing = Passing(found, maps=True)
-        kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)  # type: ignore[arg-type]
+        kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
         return found
 
     def gradients(self, call: GDNCall, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
         to, (states, writes, pairs) = gdn_launches.results(call), saved
-        kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)  # type: ignore[arg-type]
+        kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
         passing = Passing(entering, given=True)
         call.launch(
             gdn_launches.backward_kernel(*call.defines), _heads(call), None, (None, None), kept, further, passing
@@ -160,7 +160,7 @@ class KDASpans:
         to, (before,) = kda_launches.results(call), saved
         further = (do, *to.qkv, to.g, to.beta)
         for heads, kept in kda_launches.by_group(call):
-            call.launch("states", heads, None, (None, None), kept, passing=Passing(before, given=True))  # type: ignore[arg-type]
+            call.launch("states", heads, None, (None, None), kept, passing=Passing(before, given=True))
             call.launch("backward", heads, None, (None, None), kept, further, Passing(entering, given=True))
         return _by_key_head(call, to)
 

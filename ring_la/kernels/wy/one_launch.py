@@ -69,12 +69,24 @@ def _keeping(launches: Any, kept: Any, enough: Callable[[Inputs], bool] = lambda
     return Launches(forward, gradients, enough)
 
 
+class Least(NamedTuple):
+    """Tokens × heads of the smallest calls that go by these kernels, by the decay of their rule; None: none does."""
+
+    none: int | None = None
+    scalar: int | None = None
+    diagonal: int | None = None
+
+    def takes(self, rule: Rule, inputs: Inputs) -> bool:
+        least: int | None = getattr(self, rule.decay)
+        return least is not None and math.prod(inputs.v.shape[:3]) >= least
+
+
 GLA_BY_LAUNCH = True
 """Whether GLA goes by one launch each way: 0.47 to 0.78 of chunks' time on an H200, with less error."""
 DPLR_BY_LAUNCH = True
 """The same of DPLR whose gate has a bound."""
-ACROSS: tuple[str, ...] = ()
-"""Decays of the delta rules that go by these kernels where they exchange states, too: no GPU has timed them so."""
+ACROSS = Least()
+"""Of delta rules that exchange states."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
@@ -85,7 +97,7 @@ GLA = _keeping(gla_launches, gla_launches.KeptPairs)
 DPLR = _keeping(dplr_launches, gdn_launches.KeptChunks)
 
 
-def knobs() -> tuple[int, bool, bool, tuple[str, ...]]:
+def knobs() -> tuple[int, bool, bool, Least]:
     """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
     return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, ACROSS
 
@@ -98,7 +110,7 @@ def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
-        return DELTA if (use.alone or rule.decay in ACROSS) and DELTA.enough(inputs) else None
+        return DELTA if (DELTA.enough(inputs) if use.alone else ACROSS.takes(rule, inputs)) else None
     if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH and (use.alone or not use.saved):
         return GLA
     if rule.plain == Rule("dplr", "diagonal") and DPLR_BY_LAUNCH and (use.alone or not use.saved):
@@ -147,7 +159,8 @@ class OneLaunch:
     def across(self) -> WYRecurrence | ScannedSpans:
         """What exchanges states with other ranks."""
         kernels, room = self.launches.across, not self.use.saved
-        if kernels is None or self.rule.decay not in ACROSS or not (room or kernels.keeps(self.inputs, self.cu)):
+        takes = kernels is not None and ACROSS.takes(self.rule, self.inputs)
+        if kernels is None or not takes or not (room or kernels.keeps(self.inputs, self.cu)):
             return self.by_chunks
         return ScannedSpans.of(kernels, self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 

@@ -95,7 +95,7 @@ class ScannedSpans:
         maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
         entered = self._entered(maps, S0, border, False)
         o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
-        left = Left(maps.transition, entered.passed, saved).flat if self.use.saved else ()  # type: ignore[arg-type]
+        left = Left(maps.transition, entered.passed, saved).flat if self.use.saved else ()
         return Output(o, entered.leaving, left)
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
