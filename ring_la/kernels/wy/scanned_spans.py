@@ -43,7 +43,7 @@ class FoundMaps(NamedTuple):
         return (self.maps.transition,)
 
 
-class Left(NamedTuple):
+class SpansLeft(NamedTuple):
     """What a forward leaves for its gradients: the spans' transitions, the pieces' where states go through them, and
     what its kernels take."""
 
@@ -52,7 +52,7 @@ class Left(NamedTuple):
     rest: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, saved: tuple[Tensor | None, ...]) -> Left:
+    def of(cls, saved: tuple[Tensor | None, ...]) -> SpansLeft:
         transition, passed, *rest = saved
         assert transition is not None
         return cls(transition, passed, tuple(rest))
@@ -95,7 +95,7 @@ class ScannedSpans:
         maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
         entered = self._entered(maps, S0, border, False)
         o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
-        left = Left(maps.transition, entered.passed, saved).flat if self.use.saved else ()
+        left = SpansLeft(maps.transition, entered.passed, saved).flat if self.use.saved else ()
         return Output(o, entered.leaving, left)
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
@@ -114,19 +114,19 @@ class ScannedSpans:
         border: Border | None = None,
     ) -> InputGradients:
         maps = self._maps_back(backward) if adjoint is None else adjoint.found.maps
-        left = Left.of(backward.saved)
+        left = SpansLeft.of(backward.saved)
         entered = self._entered(maps, dS_end, border, True, left.passed)
         grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
     def _maps_back(self, backward: Backward) -> SpanMaps:
-        left = Left.of(backward.saved)
+        left = SpansLeft.of(backward.saved)
         own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
         return SpanMaps("dense", own, left.transition, True)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
-        return len(saved) == len(Left._fields) - 1 + self.kernels.left
+        return len(saved) == len(SpansLeft._fields) - 1 + self.kernels.left
 
     def _entered(
         self, maps: SpanMaps, S: Tensor | None, border: Border | None, reverse: bool, passed: Tensor | None = None
