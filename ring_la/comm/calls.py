@@ -27,7 +27,8 @@ GRACE = 2.0
 
 
 class Entry(NamedTuple):
-    """A call in the log: what is compared, its text, a hint for whoever reads the error; a digest of the text."""
+    """A call in the log: what is compared, its text, a hint for whoever reads the error; a digest of the text, or of
+    what stands for it."""
 
     what: str
     text: str
@@ -35,9 +36,9 @@ class Entry(NamedTuple):
     digest: int
 
     @classmethod
-    def of(cls, what: str, text: str, hint: str = "") -> Entry:
-        """An entry with its digest, which is the same in every process."""
-        digest = hashlib.blake2b(f"{what}\n{text}".encode(), digest_size=8).digest()
+    def of(cls, what: str, text: str, hint: str = "", alike: str = "") -> Entry:
+        """An entry with its digest, which is the same in every process. `alike`: see `Agreement.agree`."""
+        digest = hashlib.blake2b(f"{what}\n{alike or text}".encode(), digest_size=8).digest()
         return cls(what, text, hint, int.from_bytes(digest, "little"))
 
 

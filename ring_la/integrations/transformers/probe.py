@@ -158,9 +158,8 @@ class _Probe:
         except Exception as error:
             where = self._describe(inside[-1] if inside else "")
             got = f"{where}, which failed: {type(error).__name__}: {error}"
-            raise UnsupportedError(
-                "model", "attention through the library's attention and mask functions", got
-            ) from error
+            runs = "a model that runs with attention through the library's attention and mask functions"
+            raise UnsupportedError("model", runs, got) from error
 
     def _far(self, a: Tensor, b: Tensor) -> Tensor:
         """Where rows differ by more than rounding, bool ``[T]``."""
