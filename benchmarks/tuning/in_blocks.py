@@ -18,8 +18,12 @@ from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Partial
 from ring_la.softmax.scores import Scores
 
-NEAR_FAR = ((64, 64), (128, 64), (128, 128), (64, 128))
-HOW = ((4, 2), (8, 2), (8, 3))
+SETTINGS = {
+    "FORWARD": ((128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)),
+    "BACKWARD_QUERIES": ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 8, 2)),
+    "BACKWARD_KEYS": ((64, 64, 4, 2), (64, 128, 8, 2), (64, 64, 8, 2), (128, 64, 8, 2)),
+}
+"""Queries and keys of a tile, warps and stages."""
 
 
 def main() -> None:
@@ -45,14 +49,12 @@ def main() -> None:
             continue
         table = getattr(in_blocks, name)
         chosen = table[128]
-        for near, far in NEAR_FAR:
-            for warps, stages in HOW:
-                rows, keys = (far, near) if name == "BACKWARD_KEYS" else (near, far)
-                table[128] = TileSettings(rows, keys, warps, stages)
-                try:
-                    print(f"{name:17} {tuple(table[128])} {milliseconds(call):.3f}", flush=True)
-                except Exception as error:
-                    print(f"{name:17} {tuple(table[128])} {type(error).__name__}", flush=True)
+        for how in SETTINGS[name]:
+            table[128] = TileSettings(*how)
+            try:
+                print(f"{name:17} {how} {milliseconds(call):.3f}", flush=True)
+            except Exception as error:
+                print(f"{name:17} {how} {type(error).__name__}", flush=True)
         table[128] = chosen
 
 

@@ -2,8 +2,9 @@
 `gla_launches`, `dplr_launches`).
 
 What comes into a span of tokens is often forgotten there, so that spans start early from zero, by a bound that holds;
-one that does not forget waits for the span before it. A call that exchanges states with other ranks goes by chunks of
-64 tokens, and so does whatever these kernels have no part for.
+one that does not forget waits for the span before it. A delta rule whose states meet those of other ranks may go by
+the same kernels in two launches (`scanned_spans`); other such calls go by chunks of 64 tokens, as does whatever these
+kernels have no part for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ring_la.kernels.runtime import cuda_kernel
 from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches
 from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.recurrence import WYRecurrence
-from ring_la.kernels.wy.saved import WYBack, WYMaps
+from ring_la.kernels.wy.scanned_spans import ScannedSpans
 
 
 class Launches(NamedTuple):
@@ -32,11 +33,13 @@ class Launches(NamedTuple):
     Attributes:
         forward: it also gives what the gradients take of it, if they are to follow.
         enough: whether there is enough to do for gradients by one launch.
+        keeps: whether there is room for what gradients take where states are exchanged; None: that goes by chunks.
     """
 
     forward: Callable[[Inputs, Tensor | None, float, Tensor | None, OutputUse], Output]
     gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]]
     enough: Callable[[Inputs], bool] = lambda inputs: True
+    keeps: Callable[[Inputs, Tensor | None], bool] | None = None
 
 
 def _kda(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
@@ -69,18 +72,21 @@ GLA_BY_LAUNCH = True
 """Whether GLA goes by one launch each way: 0.47 to 0.78 of chunks' time on an H200, with less error."""
 DPLR_BY_LAUNCH = True
 """The same of DPLR whose gate has a bound."""
+DELTA_ACROSS = False
+"""Whether delta rules that exchange states go by these kernels, too: no GPU has timed them so."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
 KDA = Launches(_kda, _kda_gradients)
 DELTA = _keeping(gdn_launches, gdn_launches.KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
+DELTA = DELTA._replace(keeps=lambda inputs, cu: gdn_launches.keeps(inputs, cu))
 GLA = _keeping(gla_launches, gla_launches.KeptPairs)
 DPLR = _keeping(dplr_launches, gdn_launches.KeptChunks)
 
 
-def knobs() -> tuple[int, bool, bool]:
+def knobs() -> tuple[int, bool, bool, bool]:
     """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
-    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH
+    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, DELTA_ACROSS
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
@@ -91,7 +97,7 @@ def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
-        return DELTA if use.alone and DELTA.enough(inputs) else None
+        return DELTA if (use.alone or DELTA_ACROSS) and DELTA.enough(inputs) else None
     if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH and (use.alone or not use.saved):
         return GLA
     if rule.plain == Rule("dplr", "diagonal") and DPLR_BY_LAUNCH and (use.alone or not use.saved):
@@ -136,34 +142,52 @@ class OneLaunch:
         """What does all that the fused kernels have no part for."""
         return WYRecurrence.of(self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 
-    def summary(self, S0: Tensor | None, through: bool, known: Summary[WYMaps] | None = None) -> Summary[WYMaps]:
-        return self.by_chunks.summary(S0, through, known)
+    @cached_property
+    def across(self) -> WYRecurrence | ScannedSpans:
+        """What exchanges states with other ranks."""
+        keeps = self.launches.keeps
+        if not DELTA_ACROSS or keeps is None or (self.use.saved and not keeps(self.inputs, self.cu)):
+            return self.by_chunks
+        return ScannedSpans.of(self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 
-    def prepare(self, summary: Summary[WYMaps]) -> Summary[WYMaps]:
-        return self.by_chunks.prepare(summary)
+    def summary(self, S0: Tensor | None, through: bool, known: Summary[Any] | None = None) -> Summary[Any]:
+        return self.across.summary(S0, through, known)
 
-    def output(self, S0: Tensor | None, summary: Summary[WYMaps] | None = None, border: Border | None = None) -> Output:
+    def prepare(self, summary: Summary[Any]) -> Summary[Any]:
+        return self.across.prepare(summary)
+
+    def output(self, S0: Tensor | None, summary: Summary[Any] | None = None, border: Border | None = None) -> Output:
         if summary is not None or border is not None:
-            return self.by_chunks.output(S0, summary, border)
+            return self.across.output(S0, summary, border)
         S0 = None if S0 is None else S0.to(torch.float32)
         return self.launches.forward(self.inputs, self.cu, self.scale, S0, self.use)
 
-    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[WYBack]:
-        return self.by_chunks.adjoint(_without_kept(backward), dS_end)
+    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Any]:
+        which, backward = self._back(backward)
+        return which.adjoint(backward, dS_end)
 
-    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[WYBack]) -> Adjoint[WYBack]:
-        return self.by_chunks.prepare_gradients(_without_kept(backward), adjoint)
+    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[Any]) -> Adjoint[Any]:
+        which, backward = self._back(backward)
+        return which.prepare_gradients(backward, adjoint)
+
+    def _back(self, backward: Backward) -> tuple[WYRecurrence | ScannedSpans, Backward]:
+        """What the forward went by where states are exchanged, and what that takes."""
+        if isinstance(self.across, ScannedSpans) and gdn_launches.KeptChunks.of(backward.saved) is not None:
+            return self.across, backward
+        return self.by_chunks, _without_kept(backward)
 
     def gradients(
         self,
         backward: Backward,
         dS_end: Tensor | None,
-        adjoint: Adjoint[WYBack] | None = None,
+        adjoint: Adjoint[Any] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        in_chunks = bool(_without_kept(backward).saved) or not self.launches.enough(self.inputs)
-        if in_chunks or adjoint is not None or border is not None:
-            return self.by_chunks.gradients(_without_kept(backward), dS_end, adjoint, border)
+        if adjoint is not None or border is not None:
+            which, backward = self._back(backward)
+            return which.gradients(backward, dS_end, adjoint, border)
+        if bool(_without_kept(backward).saved) or not self.launches.enough(self.inputs):
+            return self.by_chunks.gradients(_without_kept(backward), dS_end)
         return InputGradients(*self.launches.gradients(self.inputs, self.cu, self.scale, backward, dS_end))
 
 

@@ -14,8 +14,15 @@ from .launch import BlockCall, OfSums, padded
 from .table import TileSettings
 
 if TYPE_CHECKING:
+    from ....kernels.runtime.streams import SideStream
     from ....kernels.runtime.triton_version import TensorDescriptor
 
+BESIDE = False
+"""Whether the two backward kernels of a block run on two streams: where one's last programs leave multiprocessors idle,
+the other one's take them."""
+PROGRAMS = 0
+"""Programs of four warps that go together at least, the dearest first: those of as many heads as it takes, so that a
+kernel ends evenly. 0: of one head."""
 BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
@@ -23,6 +30,13 @@ BOUNDARY = 16
 @functools.cache
 def _has_copy_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def _beside(device: torch.device) -> SideStream:
+    from ....kernels.runtime.streams import SideStream
+
+    return SideStream(torch.cuda.Stream(device))
 
 
 def _aligned(x: Tensor) -> bool:
@@ -55,19 +69,28 @@ class OfSpans(BlockCall):
     def backward(self, lse: Tensor, delta: Tensor, grads: tuple[Tensor, ...], of_sums: OfSums) -> None:
         """Write dq, dk and dv, and the gradients of sums."""
         from ....kernels.runtime.launch import filled
+        from ....kernels.runtime.streams import join
         from . import span_kernels
 
         dq, dk, dv = grads
         dcq, dck = filled(*(of_sums or (None, None)), by=dq)
+        side = _beside(dq.device) if BESIDE and dq.is_cuda else None
+        self.over_queries(span_kernels.backward_queries, table.SPANS_QUERIES, self.o, lse, delta, dq, dcq, side=side)
         self.over_keys(span_kernels.backward_keys, table.SPANS_KEYS, lse, delta, dk, dv, dck)
-        self.over_queries(span_kernels.backward_queries, table.SPANS_QUERIES, self.o, lse, delta, dq, dcq)
+        join(side)
 
-    def over_queries(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
-        """One program for each item of queries and head; tiles of keys are fetched."""
+    def over_queries(
+        self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor, side: SideStream | None = None
+    ) -> None:
+        """One program for each item of queries and head; tiles of keys are fetched. What is on the current stream so
+        far comes before."""
+        from ....kernels.runtime.streams import aside
+
         how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
         work = spans.of_queries(self.pair, how.rows, how.keys)
         tensors = [q, _tiles(k, how.keys), _tiles(v, how.keys), *more]
-        self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors, self.of_sums)
+        with aside(side):
+            self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors, self.of_sums)
 
     def over_keys(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
         """One program for each item of keys and key head; tiles of queries are fetched, and their numbers."""
@@ -84,9 +107,10 @@ class OfSpans(BlockCall):
         from ....kernels.runtime.launch import filled, launch
 
         items, (q, k) = len(work.items), (self.q, self.k)
+        together = max(1, -(-PROGRAMS * 4 // (how.warps * items)))
         launch(
             kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
-            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, _length(q.shape[1]), *self.strides,
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, together, _length(q.shape[1]), *self.strides,
             BM=how.rows, BN=how.keys, **self.shared,
             num_warps=how.warps, num_stages=how.stages, tensors="any",
         )  # fmt: skip
