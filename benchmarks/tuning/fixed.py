@@ -103,16 +103,16 @@ def main() -> None:
     places = torch.stack([places, places + 64], 1).contiguous()
     blocks = weight.BlockPlaces(places, places[:0], True)
     x |= small
-    bounds = {s: bounds_of(x[s[0]], x[s[1]], places) for s in (*SHAPES, *NARROW)}
+    bounds = {n: bounds_of(t, places) for n, t in x.items()}
     row("torch x W", [lambda s=s: x[s[1]] @ w[s].T for s in SHAPES])
     row("torch dy W", [lambda s=s: x[s[0]] @ w[s] for s in SHAPES])
     row("torch dW", [lambda s=s: x[s[0]].T @ x[s[1]] for s in SHAPES])
     for how in BOUNDS if "bounds" in only else ():
         bounds_.WIDE, bounds_.WARPS, bounds_.ROWS = how
-        row(f"bounds {how}", [lambda s=s: bounds_of(x[s[0]], x[s[1]], places) for s in SHAPES])
+        row(f"bounds {how}", [lambda s=s: (bounds_of(x[s[0]], places), bounds_of(x[s[1]], places)) for s in SHAPES])
 
     def sums(s: tuple[int, int], blocks: weight.BlockPlaces = blocks) -> torch.Tensor:
-        return weight.block_sums(x[s[0]], x[s[1]], blocks, bounds[s], torch.bfloat16)
+        return weight.block_sums(x[s[0]], x[s[1]], blocks, (bounds[s[0]], bounds[s[1]]), torch.bfloat16)
 
     if "convolutions" in only:
         convolutions(x[7680], places)
