@@ -118,7 +118,7 @@ def main() -> None:
         convolutions(x[7680], places)
     if "weights" in only:
         weights(lambda: [lambda s=s: sums(s) for s in SHAPES])
-        row("dW, blocks looked up", [lambda s=s: sums(s, blocks._replace(run=False)) for s in SHAPES])
+        row("dW, blocks looked up", [lambda s=s: sums(s, weight.BlockPlaces(places, places[:0])) for s in SHAPES])
         row(f"dW of {NARROW}", [lambda s=s: sums(s) for s in NARROW])
         for s in SHAPES[1:2]:
             exact, found = x[s[0]].double().T @ x[s[1]].double(), sums(s).double()

@@ -36,6 +36,8 @@ FORWARD = {64: TileSettings(128, 64, 4, 2), 128: TileSettings(128, 64, 4, 2), 25
 BACKWARD_KEYS = {64: TileSettings(64, 64, 4, 2), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 64, 8, 2)}
 BACKWARD_QUERIES = {64: TileSettings(64, 64, 4, 3), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 64, 4, 2)}
 """By heads, as `table` has them: the far side's tile is a block."""
+BY_SPANS = True
+"""Whether the kernels of spans do what they can."""
 
 
 class RowsInBlocks(NamedTuple):
@@ -161,7 +163,7 @@ class SpansInBlocks(OfSpans):
 def _spanned(q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> bool:
     """Whether kernels of spans do it: by scores and heads alone, which are the same on all ranks. (Of nothing there are
     no descriptors, nor are there any bits.)"""
-    if scores.beyond - {"sums"} or scores.scale <= 0 or not (q.numel() and k.numel()):
+    if not BY_SPANS or scores.beyond - {"sums"} or scores.scale <= 0 or not (q.numel() and k.numel()):
         return False
     heads = q[..., : scores.sums or None]
     return not _shared(pair.keys) and OfSpans(scores, pair, heads, k, v, q).tried
