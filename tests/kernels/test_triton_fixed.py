@@ -142,7 +142,7 @@ def test_tensor_cores_add_blocks_halves(slots, group, run, monkeypatch):
     ("tiles", "count"), [(1, 1), (40, 256), (200, 256), (264, 3), (540, 16), (600, 256), (1070, 255)]
 )
 def test_every_block_of_every_tile_is_a_programs(tiles, count):
-    whole, split, chunks, part = weight_sum.Division.of(tiles, count, 132)
+    whole, split, chunks, part = weight_sum.division(tiles, count, 132)
     assert whole + split == tiles
     assert not split or (chunks - 1) * part < count <= chunks * part
 

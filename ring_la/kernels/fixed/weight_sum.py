@@ -145,21 +145,22 @@ class Division(NamedTuple):
     chunks: int
     part: int
 
-    @classmethod
-    def of(cls, tiles: int, count: int, slots: int) -> Division:
-        """So that programs of `count` blocks leave as few of so many slots idle at the end as may be."""
-        whole = tiles // slots * slots
-        split = tiles - whole
 
-        def cost(chunks: int) -> float:
-            """In units of a whole tile's time, with what begins, ends and adds up a chunk."""
-            return cdiv(split * chunks, slots) * (1 / chunks + STARTING) + (chunks > 1) * split * chunks * ADDING
+@functools.lru_cache(maxsize=4096)
+def division(tiles: int, count: int, slots: int) -> Division:
+    """So that programs of `count` blocks leave as few of so many slots idle at the end as may be."""
+    whole = tiles // slots * slots
+    split = tiles - whole
 
-        chunks = min(range(1, min(MOST_CHUNKS, count) + 1), key=cost) if split and count > 1 else 1
-        if chunks == 1:
-            return cls(tiles, 0, 0, count)
-        part = cdiv(count, chunks)
-        return cls(whole, split, cdiv(count, part), part)
+    def cost(chunks: int) -> float:
+        """In units of a whole tile's time, with what begins, ends and adds up a chunk."""
+        return cdiv(split * chunks, slots) * (1 / chunks + STARTING) + (chunks > 1) * split * chunks * ADDING
+
+    chunks = min(range(1, min(MOST_CHUNKS, count) + 1), key=cost) if split and count > 1 else 1
+    if chunks == 1:
+        return Division(tiles, 0, 0, count)
+    part = cdiv(count, chunks)
+    return Division(whole, split, cdiv(count, part), part)
 
 
 @functools.cache
@@ -178,7 +179,7 @@ def add_full_blocks(
     described = (
         TensorDescriptor(t, list(t.shape), [t.shape[1], 1], [HALF, n]) for t, n in ((dy, TILE.rows), (x, TILE.columns))
     )
-    whole, split, chunks, part = Division.of(cdiv(N, TILE.rows) * cdiv(K, TILE.columns), count, slots_of(dy.device))
+    whole, split, chunks, part = division(cdiv(N, TILE.rows) * cdiv(K, TILE.columns), count, slots_of(dy.device))
     skip = 0 if count > GROUP else whole
     kept = torch.empty(whole - skip + split * chunks, TILE.rows * TILE.columns, dtype=wide, device=dy.device)
     launch(
