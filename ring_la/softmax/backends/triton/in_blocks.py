@@ -28,7 +28,7 @@ from . import spans, table
 from .backend import TritonBackend
 from .launch import General, apart, padded
 from .plan import TileLists, meet
-from .span_launch import OfSpans, fetchable
+from .span_launch import BOUNDARY, OfSpans, fetchable
 from .spans import SpanWork
 from .table import TileSettings
 
@@ -166,7 +166,8 @@ def _spanned(q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> boo
     if not BY_SPANS or scores.beyond - {"sums"} or scores.scale <= 0 or not (q.numel() and k.numel()):
         return False
     heads = q[..., : scores.sums or None]
-    return not _shared(pair.keys) and OfSpans(scores, pair, heads, k, v, q).tried
+    fetched = all(x.shape[-1] * x.element_size() % BOUNDARY == 0 for x in (q, v))
+    return fetched and not _shared(pair.keys) and OfSpans(scores, pair, heads, k, v, q).tried
 
 
 def _shared(tokens: Tokens) -> bool:
