@@ -58,6 +58,10 @@ class Agreement:
         entry = self.calls.back() if self.backwards and self.calls is not None else None
         return nothing if entry is None else partial(self.again, entry)
 
+    def word(self) -> int:
+        """What tells messages of this rank's call from those of others: odd, of 31 bits; 1 without a log."""
+        return 1 if self.calls is None else self.calls.word()
+
     def again(self, entry: Entry) -> None:
         """What the ranks have agreed on before, brought again: nobody waits. A rank that brings something else is found
         out at the latest when one waits for the other; without a log it is not.

@@ -110,6 +110,11 @@ class CallLog:
         text = f"backward of call {n}\n{call.text}"
         return Entry("the backward pass", text, call.hint, (call.digest + n * BACK) % 2**64)
 
+    def word(self) -> int:
+        """31 bits of the digest of the last call that this rank has come to, odd; 1 before the first."""
+        call = self._entries[(self._count - 1) % LINES]
+        return 1 if call is None else call.digest & 0x7FFFFFFE | 1
+
     def meet(self, sent: bool = False) -> None:
         """Wait until every rank has come to this rank's call; returns at once if they have. `sent`: messages of the
         call are under way.
