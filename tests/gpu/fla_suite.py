@@ -43,8 +43,8 @@ VALUES_FIRST = {"state_v_first", "transpose_state_layout"}
 OTHERS = {"test_chunk_invalid_chunk_size": "ring_la's has no chunk_size to refuse"}
 """Tests of fla-core's arguments, and why they say nothing of ours."""
 PADDED = (
-    "hbt: its reference takes a gradient step for each token that it pads the last mini-batch with; where none is padded "
-    "ours is its to 4e-9"
+    "hbt: its reference takes a gradient step for each token that it pads the last mini-batch with; where none is "
+    "padded ours is its to 4e-9"
 )
 DIFFERENCES = {
     "test_ttt.py::test_chunk[B1-T63-": PADDED,
