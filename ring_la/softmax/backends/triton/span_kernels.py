@@ -4,7 +4,7 @@ A program has some rows, of one long document or of several short ones, and walk
 the first one on: ``start + n · BN``. Tiles ``whole … until − 1`` are seen whole; in the others two comparisons with the
 ends of each row's span are the mask. Tiles of the walk are fetched by descriptors, which leaves registers to products;
 behind the last row these give zeros, or another head's numbers, which no span reaches. Scores are multiplied once, by
-``scale · log2 e``, on their way into a power of two. Programs of a head, or of some heads together, start with those
+``scale · log2 e``, on their way into a power of two. Programs of a head, or of all heads together, start with those
 that have most to do. As in `kernels`, no atomics, and scores of the keys' kernel are formed transposed.
 """
 
@@ -30,12 +30,10 @@ def own_rows(X, rows, columns, width, stride, FULL: tl.constexpr):
 
 @triton.jit
 def turn(items, together):
-    """This program's item and head (batches and heads counted on): some heads at a time, each item for all of them."""
-    program = tl.program_id(0)
-    first = program // (items * together) * together
-    some = tl.minimum(together, tl.num_programs(0) // items - first)
-    inside = program - first * items
-    return inside // some, first + inside % some
+    """This program's item and head (batches and heads counted on): head after head, or each item for all of them."""
+    program, heads = tl.program_id(0), tl.num_programs(0) // items
+    item = tl.where(together > 0, program // heads, program % items)
+    return item, tl.where(together > 0, program % heads, program // items)
 
 
 @triton.jit(do_not_specialize=CHANGING)

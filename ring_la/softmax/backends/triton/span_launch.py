@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ....kernels.runtime.triton_version import TensorDescriptor
 
 PROGRAMS = 0
-"""Programs of four warps that go together at least, the dearest first: those of as many heads as it takes, so that a
-kernel ends evenly. 0: of one head."""
+"""Programs of four warps up to which a kernel starts those of all heads in one order, the dearest first: of so few, the
+last head's long ones would run alone at the end."""
 BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
@@ -87,7 +87,7 @@ class OfSpans(BlockCall):
         from ....kernels.runtime.launch import filled, launch
 
         items, (q, k) = len(work.items), (self.q, self.k)
-        together = max(1, -(-PROGRAMS * 4 // (how.warps * items)))
+        together = int(items * heads * how.warps <= PROGRAMS * 4)
         launch(
             kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, together, _length(q.shape[1]), *self.strides,
