@@ -9,8 +9,6 @@ Ends with 1 if an arm is off.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
 import sys
 import time
@@ -18,7 +16,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,11 +23,10 @@ import torch
 
 from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
-from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.replayed_function import record_of
 from ring_la.kernels.scalar_decay import attend, states
 from ring_la.kernels.spans import table
-from ring_la.kernels.wy import gdn_launches, one_launch
+from ring_la.kernels.wy import one_launch
 
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
 from ..ops.measure import error, graph_times, host_microseconds, results
@@ -126,34 +122,11 @@ def mamba2_passes() -> Question:
     return Question(partial(inputs, case), case.truth, arms, ("1x32768x80x128x64",))
 
 
-def gdn() -> Question:
-    """The gated delta rule's forward with the triangle's inverse by columns, which is today's, and by blocks of 16; and
-    with the way out of a chunk's output while the next one reads the state."""
-    case = CASES["gdn_qwen"]
-    folder, plain = Path(gdn_launches.__file__).parent, gdn_launches.forward_kernel.__wrapped__
-
-    def arm(name: str, file: str, *defines: str) -> Arm:
-        @functools.cache
-        def kernel(keep: bool, *more: str) -> CudaKernel:
-            return dataclasses.replace(plain(keep, *defines, *more), file=folder / file)
-
-        return Arm(name, case.ours, ((gdn_launches, "forward_kernel", kernel),))
-
-    next, blocks = "gdn_forward_next.cu", "BY_BLOCKS=1"
-    arms = (
-        Arm("today", case.ours), arm("blocks", "gdn_forward.cu", blocks), arm("next", next),
-        arm("next, blocks", next, blocks),
-    )  # fmt: skip
-    shapes = "8x4096x16:32x128", "1x32768x16:32x128", "1x2048x16:32x128", "1x32768x2:8x128"
-    return Question(partial(inputs, case), case.truth, arms, shapes)
-
-
 QUESTIONS = {
     "gla": launched(forgets=True),
     "rwkv7": rwkv7(forgets=True),
     "gla_slow": launched(forgets=False),
     "rwkv7_slow": rwkv7(forgets=False),
-    "gdn": gdn(),
     "mamba2_passes": mamba2_passes(),
     "mamba2_skip": mamba2(skips=True),
     "mamba2": mamba2(skips=False),

@@ -19,9 +19,12 @@ from tests.support.interpreter import interpreted
 interpreted()
 
 from ring_la import reference  # noqa: E402
-from ring_la.kernels.protocol import Inputs  # noqa: E402
+from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy.across import DELTA, KDA  # noqa: E402
+from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
@@ -40,11 +43,12 @@ def emulated(monkeypatch):
     )
     for module, name in (*both, (kda_launches, "kernel")):
         made = getattr(module, name)
-        made = functools.cache(lambda *how, made=made: Emulated(made(*how), seed=1))
+        made = functools.cache(lambda *how, made=made, **more: Emulated(made(*how, **more), seed=1))
         monkeypatch.setattr(module, name, made)
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
+    monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
     monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
@@ -111,6 +115,60 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
         monkeypatch.setattr(gdn_launches, "group", lambda chunks, heads: 1)
         again, _ = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], None)
         assert all(torch.equal(a, b) for a, b in zip(grads[:5], again[:5], strict=True))
+
+
+class Arrival:
+    """A border at which states from elsewhere enter the only piece (see `protocol.Border`)."""
+
+    whole, arrives, carries = (False, False), (True, True), (True, True)
+
+    def __init__(self, *came: Tensor) -> None:
+        self._came = came
+
+    def dense(self, A: Tensor, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+        entering.copy_(self._came[reverse])
+
+
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_states_from_other_shards(decay):
+    """Of uneven lengths, in a line: each takes what the one before it leaves, and backward. One head forgets. The first
+    shard ends a document, and begins the other one."""
+    cuts, cu, H, N, shards = (0, 90, 210, 290), (0, 30, 290), 2, 2, 3
+    T, kernels = cuts[-1], DELTA if decay == "scalar" else KDA
+    q, k, v, beta = draw(T, H, 1)
+    g = torch.tensor([1.0, 0.02])[:, None] * (
+        F.logsigmoid(torch.randn(1, T, H, 128)) * (2 if decay == "diagonal" else 1)
+    )
+    g = g[..., 0] if decay == "scalar" else g
+    S0, dS, do = torch.randn(1, N, H, 128, 128), torch.randn(1, N, H, 128, 128), torch.randn_like(v)
+    rule, saved = Rule("delta", decay), OutputUse(saved=True)
+    pieces = [torch.tensor((0, 30, 90), dtype=torch.int32), None, None]
+    parts = [slice(*ends) for ends in zip(cuts, cuts[1:])]
+    locals_ = [
+        ScannedSpans.of(kernels, rule, Inputs(*(x[:, p].contiguous() for x in (q, k, v, g, beta))), n, 128**-0.5, saved)
+        for p, n in zip(parts, pieces)
+    ]
+    outs, entered, S = [], [], S0
+    summaries = [local.summary(S0 if i == 0 else None, True) for i, local in enumerate(locals_)]
+    for i, (local, summary) in enumerate(zip(locals_, summaries)):
+        entered.append(S)
+        outs.append(local.output(None, border=Arrival(S, dS)) if i == 1 else local.output(S, summary))
+        left = summary.leaving[:, -1:]
+        S = left if i == 0 else summary.transition[:, -1:] @ S + left
+        assert i != 1 or torch.allclose(outs[1].leaving, S, atol=1e-3)
+    backs = [Backward(S, do[:, p].contiguous(), out.saved) for S, p, out in zip(entered, parts, outs)]
+    came, adjoints = dS[:, -1:], [local.adjoint(b, None) for local, b in zip(locals_, backs)]
+    found = []
+    for i in range(shards)[::-1]:
+        end = torch.cat([dS[:, :-1], came], 1) if i == 0 else came
+        border = Arrival(S, end) if i == 1 else None
+        found.insert(0, locals_[i].gradients(backs[i], end, None if i == 1 else adjoints[i], border))
+        came = summaries[i].transition[:, -1:].mT @ came + adjoints[i].entering[:, -1:]
+    got = {"o": torch.cat([out.o for out in outs], 1), "S": outs[-1].leaving, "S0": found[0].entering}
+    got["S"] = torch.cat([outs[0].leaving[:, :-1], got["S"]], 1)
+    got |= {n: torch.cat([getattr(x.inputs, n) for x in found], 1) for n in ("q", "k", "v", "g", "beta")}
+    function = reference.gated_delta_rule if decay == "scalar" else reference.kda
+    check(function, [q, k, v, g, beta], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 #define D 128 // channels of a head
 #define OUTER a.outer
 #include "carried.cuh"
+#include "maps.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
 #define BACK 16         // chunks that a span may begin early
@@ -18,14 +19,14 @@ struct Args {
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`
-  float* states;         // [count, H, 128 * 128]
-  float* parts;          // [count, H, 2, 128 * 128], see `combine`; null: spans do not
+  float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
+  float* parts;          // [count, H, 2, 128 * 128], see `combine`; null: spans do not. MAPS: spans' transitions
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 32 * 128], W of its tokens, see `tile_place`
   u16* kept_pairs;       // [chunks, heads, 2 * 32 * 32], N and P, see `pair_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
-  int ahead;             // whether spans that wait find what they leave meanwhile
+  int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int pick;              // whether spans that wait go first, see `choose`
   int together;          // how many spans that wait combine
   int outer;             // tokens of the span that goes over its own once, see `span_of`
@@ -67,4 +68,22 @@ INLINE float left_over(const Args& a, int t, int h, int lane) {
 #pragma unroll
   for (int m = 16; m; m >>= 1) x += __shfl_xor_sync(~0u, x, m);
   return x;
+}
+
+// How many chunks before token t (`step` -1) or from it on (1) forget what enters them, or -1; of `there` tokens that are
+// asked for. By all warps.
+INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
+  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
+    const int from = step < 0 ? t - (i + 1) * C : t + i * C;
+    const float left = (i + 1) * C <= there ? left_over(a, from, h, lane) : 0.f;
+    if (lane == 0) sts32(said + i * 4, __float_as_uint(left));
+  }
+  __syncthreads();
+  int found = -1;
+  float sum = 0.f;
+  for (int i = 0; i < BACK; i++) {
+    sum += lds(said + i * 4);
+    if (found < 0 && sum < FORGOTTEN) found = i + 1;
+  }
+  return uniform(found);
 }

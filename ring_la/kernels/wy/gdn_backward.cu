@@ -15,7 +15,8 @@
 // A program works through a span of one head from its end to its begin: two warps make what needs nothing but a chunk's own
 // tokens, two fetch states and find dB, eight carry dS transposed, [V, K]. A span that is not a piece's last starts up to
 // sixteen chunks late from zero where those forget what comes from the right (the bound of gdn.cuh), or with the piece's end;
-// else it waits for the span after it, going over its tokens three times as the forward does.
+// else it waits for the span after it, going over its tokens three times as the forward does; or it is `given` what enters, which
+// comes of a scan over what a launch with MAPS finds.
 #include "gdn.cuh"
 
 #define MAKERS 2 // warps that make what needs a chunk's own tokens alone
@@ -226,7 +227,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   for (int c = c0; c < stop; c++) {
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
     const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATE, bar_s = base + BARS_S;
-    const bool own = uniform(c >= first);
+    const bool own = !MAPS && uniform(c >= first);
     bar_wait(bars, (c / SLOTS) & 1);
     u32 dout[2][4], dr[2][4];
     float trace = 0.f;
@@ -468,39 +469,29 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
 INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, bool known, bool waits, int passes, u32 base,
                     int w, int lane) {
   const Args& a = b.a;
-  float S[16][4];
   const int begin = uniform(x.begin), end = uniform(x.end);
-  if (passes == 1 && waits)
+  float S[16][4];
+  if (passes == 1 && waits && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+    begin_with(S, entering(a, x.piece, s, h, known, waits), w, lane);
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
     walk(S, b, h, begin, end, pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
     if (pass == passes - 1) break;
     between_passes(S, a, false, pass, s, h, base, base + OPEN, w, lane);
   }
-  if (passes == 1) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
+  if (passes == 1 && !a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
 
 // How many chunks late a span begins, or -1: it waits. By all warps.
 INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.last) return 0;
   const int behind = piece_end(a, x) - x.end;
-  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
-    const float left = (i + 1) * C <= behind ? left_over(a, x.end + i * C, h, lane) : 0.f;
-    if (lane == 0) sts32(base + SAID + 16 + i * 4, __float_as_uint(left));
-  }
-  __syncthreads();
-  int found = -1;
-  float sum = 0.f;
-  for (int i = 0; i < BACK; i++) {
-    sum += lds(base + SAID + 16 + i * 4);
-    if (found < 0 && (i + 1) * C <= behind && sum < FORGOTTEN) found = i + 1;
-  }
-  if (found < 0 && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
+  int found = forgetting(a, x.end, 1, behind, h, base + SAID + 16, lane);
+  if (found < 0 && !a.given && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
   if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
-  return uniform(found);
+  return found;
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_constant__ BackArgs b) {
@@ -521,14 +512,31 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
     bars_ready();
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if MAPS
+  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
+  __syncthreads();
+  const MapOf m = map_of(a, false, base + SAID);
+  const Span x = span_of(a, m.s);
+  if (x.end <= x.begin) return;
+  const Reach r = reach(a, x, m, false, base + SAID + 16, lane);
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    if (w < MAKERS) produce(b, x, m.h, piece_end(a, x), r.n, 1, r.n, base, w, lane);
+  } else {
+    registers_up<200>();
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, b, m.h, x.begin, x.end, 0, r.n, r.n, base, w, lane);
+    });
+  }
+#else
   const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int lim = piece_end(a, x);
-  const bool known = x.last || (behind >= 0 && behind * C >= lim - x.end);
+  const bool known = x.last || (!a.given && behind >= 0 && behind * C >= lim - x.end);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
-  const int passes = uniform(behind < 0 && !x.first && a.ahead ? 3 : 1), first = n * passes - own;
+  const int passes = uniform(behind < 0 && !x.first && !a.given ? 3 : 1), first = n * passes - own;
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < MAKERS) produce(b, x, h, lim, n, passes, first, base, w, lane);
@@ -537,4 +545,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
     registers_up<200>();
     consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);
   }
+#endif
 }

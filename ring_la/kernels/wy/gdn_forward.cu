@@ -16,6 +16,9 @@
 // before it leaves. So that the next need not wait for long, it meanwhile finds what its tokens leave of no state and of
 // the identity (two passes without outputs): the state it leaves is a product once the one before it is there.
 // Programs take spans in order, so that one which waits waits for one that runs.
+//
+// Where states come from other ranks, one launch with MAPS finds what spans do to a state (maps.cuh), and another, `given`
+// what enters each, goes over them once.
 #include "gdn.cuh"
 #include "triangle.cuh"
 
@@ -50,25 +53,39 @@
 // Ask for the rows of 32 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
 INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
-  const u32 jr = (u32)((j ^ row) & 7) << 4;
-  const u32 to = at + (u32)((j >> 3) * HALF + row * 128), to_v = at + OFF_V + (u32)((j >> 3) * 128 + row * 256);
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
   const char* k = (const char*)a.k + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
   const char* v = (const char*)a.v + (u64)(t + row) * sv + h * (D * 2) + j * 16;
   const u64 to_k = (const char*)a.q - (const char*)a.k;
-#pragma unroll 2
-  for (int i = 0; i < 16; i++) {
-    const u32 z = jr ^ ((2 * i & 6) << 4);
-    const bool ok = 2 * i < live;
-    const char* from = ok ? k : (const char*)a.k;
-    cp16(to + z + i * 256, from, ok);
-    cp16(to + z + i * 256 + OFF_Q, from + to_k, ok);
-    cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok && values);
-    k += 2 * sk; v += 2 * sv;
+  u32 to[4], to_v[4];  // rows 2 i, i % 4
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 z = swz(row + 2 * i, j & 7);
+    to[i] = at + (u32)((j >> 3) * HALF + row * 128) + z;
+    to_v[i] = at + OFF_V + (u32)((j >> 3) * 128 + row * 256) + z;
+  }
+  if (t + C <= end) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      cp16(to[i & 3] + i * 256, k, true);
+      if (!MAPS) cp16(to[i & 3] + i * 256 + OFF_Q, k + to_k, true);
+      cp16(to_v[i & 3] + i * 512, v, values);
+      k += 2 * sk; v += 2 * sv;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const bool ok = 2 * i < live;
+      const char* from = ok ? k : (const char*)a.k;
+      cp16(to[i & 3] + i * 256, from, ok);
+      if (!MAPS) cp16(to[i & 3] + i * 256 + OFF_Q, from + to_k, ok);
+      cp16(to_v[i & 3] + i * 512, ok ? v : (const char*)a.v, ok && values);
+      k += 2 * sk; v += 2 * sv;
+    }
   }
 }
 
-// P, and to `triangle` diag(beta) tril(k k^T * E, -1), whose G and beta lane i has of token i
+// P (not with MAPS), and to `triangle` diag(beta) tril(k k^T * E, -1), whose G and beta lane i has of token i
 INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
@@ -80,15 +97,15 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
     ldm(n[0], half + rb * 128 + swz(rb, (2 * ks + cb) & 7));
     ldm(n[1], half + 2048 + rb * 128 + swz(rb, (2 * ks + cb) & 7));
     ldm(x, half + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-    ldm(y, half + OFF_Q + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    if (!MAPS) ldm(y, half + OFF_Q + ra * 128 + swz(ra, (2 * ks + ca) & 7));
     mma(A[0], x, n[0][0], n[0][1]); mma(A[1], x, n[0][2], n[0][3]);
-    mma(P[0], y, n[0][0], n[0][1]); mma(P[1], y, n[0][2], n[0][3]);
+    if (!MAPS) { mma(P[0], y, n[0][0], n[0][1]); mma(P[1], y, n[0][2], n[0][3]); }
     ldm(x, half + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-    ldm(y, half + OFF_Q + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    if (!MAPS) ldm(y, half + OFF_Q + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       mma(A[2 + 2 * j], x, n[j][0], n[j][1]); mma(A[3 + 2 * j], x, n[j][2], n[j][3]);
-      mma(P[2 + 2 * j], y, n[j][0], n[j][1]); mma(P[3 + 2 * j], y, n[j][2], n[j][3]);
+      if (!MAPS) { mma(P[2 + 2 * j], y, n[j][0], n[j][1]); mma(P[3 + 2 * j], y, n[j][2], n[j][3]); }
     }
   }
   // Of columns 2 (lane % 4) and the one after it, row lane / 4; those of column 8 nt + j lie 64 nt (lane % 4) before a constant
@@ -114,7 +131,7 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
 #endif
         if (j < i) sts32(even - back + nt * (1024 - 128 * nt) + row, __float_as_uint(x[0] * e0 * bi));
         if (j + 1 < i) sts32(odd - back + 128 + nt * (992 - 128 * nt) + row, __float_as_uint(x[1] * e1 * bi));
-        sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
+        if (!MAPS) sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
       }
     }
 }
@@ -131,9 +148,9 @@ INLINE void keep_pairs(u16* to, u32 at, int lane) {
 }
 #endif
 
-// The chunks of all passes over a span; n: of one pass.
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
-  const int total = n * passes, last = total - n;  // the first chunk of the last pass
+// The chunks of all passes over a span; n: of one pass. That of MAPS is not the last, which makes outputs; it may be without `values`.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, bool values, u32 base, int w, int lane) {
+  const int total = n * passes, last = MAPS ? total : total - n;  // the first chunk of the last pass
   float b, G;
   auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
   auto ask = [&](int c) {  // for what chunk c needs, once its slot is empty
@@ -142,7 +159,7 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     if (passes > 1 && c >= last) bar_wait(base + OPEN, 0);
     const bool middle = c >= n && c < last;
     const int t = t0 + (c >= last ? c - last : middle ? c - n : c) * C;
-    load_chunk(a, t, x.end, h, !middle, base + slot * SLOT, lane);
+    load_chunk(a, t, x.end, h, values && !middle, base + slot * SLOT, lane);
     const u64 i = (u64)(t + lane) * a.H + h;
     const bool live = t + lane < x.end;
     b = live ? beta_at(a, i) : 0.f;
@@ -190,9 +207,16 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
-// What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then S^T q^T; S <- e^GL S meanwhile. With KEEP
+// What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then (not with MAPS) S^T q^T; S <- e^GL S meanwhile. With KEEP
 // the state goes out to `kept`, unless that is null.
-INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, u32 factors, char* kept, u32 stage, int w, int lane) {
+#if MAPS
+#define READ 16
+#define read_product wgmma32
+#else
+#define READ 32
+#define read_product wgmma64
+#endif
+INLINE void read_state(float (&RO)[READ], float (&S)[16][4], u32 at, u32 factors, char* kept, u32 stage, int w, int lane) {
   const u64 b0 = descriptor(at, 16, 1024), b1 = descriptor(at + HALF, 16, 1024);
   const float to_end = lds(factors + (C - 1) * 4);
   u32 f[8][4];
@@ -208,7 +232,7 @@ INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, u32 factors, 
     }
   wg_fence();
 #pragma unroll
-  for (int ks = 0; ks < 8; ks++) wgmma64(RO, f[ks], (ks < 4 ? b0 : b1) + (ks & 3) * 2, ks > 0);
+  for (int ks = 0; ks < 8; ks++) read_product(RO, f[ks], (ks < 4 ? b0 : b1) + (ks & 3) * 2, ks > 0);
   wg_commit();
 #if KEEP
   if (kept) keep_state(f, kept, stage, w, lane);
@@ -216,23 +240,42 @@ INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, u32 factors, 
 }
 
 // The state over n chunks from token t0 on, the first of which is the c0-th of those under way; outputs from `begin` on, which has chunk
-// number `chunk`.
+// number `chunk`. A chunk's output waits in its slot until the tensor cores read the state for the next one.
 INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int chunk, int c0, int n, u32 base, int w,
                  int lane) {
   const u32 bars = base + BARS;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
   const u32 column = (u32)((lane & 3) * 8);
+  const u32 own = (u32)((lane >> 1) * 256) + swz(lane >> 1, w * 2 + (lane & 1));  // 8 channels of a token
+  const u64 stride = (u64)a.H * D;
+  u16* out = a.o + (u64)(t0 + (lane >> 1)) * stride + h * D + (w * 2 + (lane & 1)) * 8;  // of the next chunk
+  bool left = false;  // an output in the slot before
+  u32 z[2][4];
+  auto fetch = [&](int c) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) lds128(z[m], base + c % SLOTS * SLOT + OFF_V + m * 4096 + own);
+  };
+  auto put_out = [&](int c) {
+    const int live = end - t0 - (c - c0) * C - (lane >> 1);
+#pragma unroll
+    for (int m = 0; m < 2; m++) stg128_if(out + (u64)((c - c0) * C + 16 * m) * stride, z[m], 16 * m < live);
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
+  };
   for (int c = c0; c < c0 + n; c++) {
     const int slot = c % SLOTS, t = t0 + (c - c0) * C;
     const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
-    float RO[32];
+    float RO[READ];
     char* kept = 0;
 #if KEEP
     const u64 place = kept_at(a, chunk + (t - begin) / C, h);
     if (t >= begin) kept = (char*)(a.kept_S + place * (D * D));
 #endif
+    if (left) fetch(c - 1);
     read_state(RO, S, at, factors, kept, base + SLOTS * SLOT + w * 4096, w, lane);
+    if (left) put_out(c - 1);
+    left = !MAPS && t >= begin;
     u32 v[2][4], u[2][4], at_end[2][4];
     float E[4][2];
 #pragma unroll
@@ -277,13 +320,19 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
         at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e0, U[i][3] * e1);
       }
     }
+    float* O = RO + 16;
+    if (left) {  // before the state's products, which the tensor cores would finish first
+#pragma unroll
+      for (int i = 0; i < 16; i++) O[i] *= E[i >> 2][i & 1];
+      add_pairs(O, u, at + OFF_P, rb, cb);
+    }
     wg_fence();
     wgmma128(S, at_end[0], descriptor(at, HALF, 1024));
     wgmma128(S, at_end[1], descriptor(at + 2048, HALF, 1024));
     wg_commit();
+    if (left) {
 #if KEEP
-    u32 z[2][4];
-    if (t >= begin) {  // W = R - B U
+      u32 y[2][4];  // W = R - B U
 #pragma unroll
       for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -298,25 +347,8 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       }
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < 2; m++) lds128(z[m], at + OFF_V + (16 * m + (lane >> 1)) * 256 + swz(lane >> 1, w * 2 + (lane & 1)));
+      for (int m = 0; m < 2; m++) lds128(y[m], at + OFF_V + m * 4096 + own);
       __syncwarp();
-    }
-#endif
-    if (t >= begin) {  // the output, meanwhile
-      float* O = RO + 16;
-      u32 p[4];
-#pragma unroll
-      for (int i = 0; i < 16; i++) O[i] *= E[i >> 2][i & 1];
-      ldm(p, at + OFF_P + pair_place(rb, cb));
-      mma(O, u[0], p[0], p[1]); mma(O + 4, u[0], p[2], p[3]);
-      ldm(p, at + OFF_P + pair_place(16 + rb, cb));
-      mma(O + 8, u[0], p[0], p[1]); mma(O + 12, u[0], p[2], p[3]);
-      ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
-      mma(O + 8, u[1], p[0], p[1]); mma(O + 12, u[1], p[2], p[3]);
-#if KEEP
-#pragma unroll
-      for (int m = 0; m < 2; m++)
-        stg128((char*)(a.kept_W + place * (C * D)) + tile_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), z[m]);
 #endif
 #pragma unroll
       for (int m = 0; m < 2; m++) {
@@ -325,18 +357,19 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
         for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * a.scale, O[8 * m + 2 * i + 1] * a.scale);
         stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
       }
-      __syncwarp();
+#if KEEP
 #pragma unroll
-      for (int m = 0; m < 2; m++) {
-        const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
-        u32 z[4];
-        lds128(z, at + OFF_V + row * 256 + swz(row, to));
-        if (t + row < end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + to * 8, z);
-      }
+      for (int m = 0; m < 2; m++)
+        stg128((char*)(a.kept_W + place * (C * D)) + tile_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), y[m]);
+#endif
     }
     wg_wait(S);
     __syncwarp();
-    if (lane == 0) bar_arrive(bars + slot * 16 + 8);
+    if (!left && lane == 0) bar_arrive(bars + slot * 16 + 8);
+  }
+  if (left) {
+    fetch(c0 + n - 1);
+    put_out(c0 + n - 1);
   }
 }
 
@@ -344,8 +377,8 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
                     int lane) {
   float S[16][4];
   const int end = uniform(x.end);
-  if (passes > 1 || !waits)
-    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  if (passes > 1 || !waits || a.given)
+    begin_with(S, entering(a, x.piece, s, h, x.first, waits), w, lane);
   else
     take(S, a, s - 1, h, w, lane);
 #pragma unroll 1
@@ -355,26 +388,15 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
     if (last) break;
     between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
   }
-  if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+  if (passes == 1 && !a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
 
 // How many chunks early a span begins, or -1: it waits. By all warps.
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.first) return 0;
-  const int before = x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T);  // tokens of the piece
-  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
-    const float left = (i + 1) * C <= before ? left_over(a, x.begin - (i + 1) * C, h, lane) : 0.f;
-    if (lane == 0) sts32(base + SAID + 16 + i * 4, __float_as_uint(left));
-  }
-  __syncthreads();
-  int found = -1;
-  float sum = 0.f;
-  for (int i = 0; i < BACK; i++) {
-    sum += lds(base + SAID + 16 + i * 4);
-    if (found < 0 && sum < FORGOTTEN) found = i + 1;
-  }
+  const int found = forgetting(a, x.begin, -1, x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T), h, base + SAID + 16, lane);
   if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
-  return uniform(found);
+  return found;
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_constant__ Args a) {
@@ -390,15 +412,32 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     bars_ready();
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if MAPS
+  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
+  __syncthreads();
+  const MapOf m = map_of(a, true, base + SAID);
+  const Span x = span_of(a, m.s);
+  if (x.end <= x.begin) return;
+  const Reach r = reach(a, x, m, true, base + SAID + 16, lane);
+  if (uniform(tid >> 8)) {
+    registers_down<120>();
+    produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);
+  } else {
+    registers_up<192>();
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, a, m.h, r.t0, x.end, x.end, 0, 0, r.n, base, w, lane);
+    });
+  }
+#else
   const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, back = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
-  const int passes = back < 0 && !x.last && a.ahead ? 3 : 1;
+  const int passes = back < 0 && !x.last && !a.given ? 3 : 1;
   if (uniform(tid >> 8)) {
     registers_down<120>();
-    produce(a, x, h, t0, n, passes, base, w, lane);
+    produce(a, x, h, t0, n, passes, true, base, w, lane);
   } else {
     registers_up<192>();
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
@@ -406,4 +445,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     if (lane == 0) copied_out();
 #endif
   }
+#endif
 }

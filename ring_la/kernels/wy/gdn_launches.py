@@ -21,11 +21,13 @@ from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, as_read, multiprocessors
+from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
+SCANNED = 5
+"""Chunks that two scans take for a span of a row."""
 TOGETHER = 4
 """Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 GROUPED = 16
@@ -56,14 +58,15 @@ class KeptChunks(NamedTuple):
 
 
 @functools.cache
-def forward_kernel(keep: bool, *defines: str) -> CudaKernel:
-    defines, shared = (f"KEEP={int(keep)}", *defines), KEEPING_SHARED if keep else SHARED
+def forward_kernel(keep: bool, *defines: str, maps: bool = False) -> CudaKernel:
+    """`keep`: it leaves what a backward wants of chunks; `maps`: it finds spans' maps alone."""
+    defines, shared = (f"KEEP={int(keep)}", f"MAPS={int(maps)}", *defines), KEEPING_SHARED if keep else SHARED
     return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 384, shared, defines)
 
 
 @functools.cache
-def backward_kernel(*defines: str) -> CudaKernel:
-    file = Path(__file__).parent / "gdn_backward.cu"
+def backward_kernel(*defines: str, maps: bool = False) -> CudaKernel:
+    file, defines = Path(__file__).parent / "gdn_backward.cu", (f"MAPS={int(maps)}", *defines)
     return CudaKernel(file, "gdn_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
 
 
@@ -107,6 +110,21 @@ def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tup
     """Tokens a span and of a row's outer one (see `GDNCall`)."""
     length = span(tokens, heads, pieces, programs, equal)
     return unequal(tokens // pieces, length, pieces * heads, programs) if equal else (length, length)
+
+
+def across(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """Tokens a span, all alike, where states are exchanged: by what it costs to find maps, where a quarter of the heads
+    wait, to scan over spans twice and to go over all of them, in chunks of that last pass."""
+    each, rows = cdiv(cdiv(tokens, pieces), CHUNK) * CHUNK, pieces * heads
+
+    def cost(length: int) -> float:
+        count, c = cdiv(each, length), length // CHUNK
+        share = rows * count / programs
+        last = c + EARLY if share <= 1 else share * (c + EARLY) + c / 2
+        return max(1, share / 2) * c + SCANNED * count + last
+
+    lengths = {min(n, each) for n in (512, 1024, 2048, 4096)}
+    return (min(sorted(lengths, reverse=True), key=cost),) * 2
 
 
 def picks(programs: int, device: torch.device) -> bool:
@@ -178,19 +196,28 @@ class GDNCall:
     def launch(
         self, kernel: CudaKernel, heads: range, o: Tensor | None, states: States,
         kept: KeptChunks | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
+        passing: Passing | None = None,
     ) -> None:  # fmt: skip
         """`states`: those it begins with and those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
+        programs *= 2 if passing is not None and passing.maps and not further else 1
         flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
-        passed, together = self.new(self.count, H, HEAD, HEAD), combined(self.length, T, self.count * H)
-        parts = self.new(self.count, H, 2, HEAD, HEAD) if together > 1 else None
+        pick = passing is None and picks(programs, device)
+        passed, parts, together, given, _ = self._passing() if passing is None else passing
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
         kernel(
             programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, parts, *kept,
             T, H, x.q.shape[2], self.count, self.length, self.pieces,
-            heads.start, len(heads), 1, picks(programs, device), together, outer, self.scale, *further,
+            heads.start, len(heads), given, pick, together, outer, self.scale, *further,
         )  # fmt: skip
+
+    def _passing(self) -> Passing:
+        """Room for it."""
+        _, T, H, _ = self.inputs.v.shape
+        together = combined(self.length, T, self.count * H)
+        parts = self.new(self.count, H, 2, HEAD, HEAD) if together > 1 else None
+        return Passing(self.new(self.count, H, HEAD, HEAD), parts, together)
 
 
 def group(chunks: int, heads: int) -> int:
@@ -198,7 +225,8 @@ def group(chunks: int, heads: int) -> int:
     return heads_at_a_time(chunks, heads, HEAD * HEAD + CHUNK * HEAD + 2 * CHUNK * CHUNK)
 
 
-def _room(call: GDNCall, heads: int) -> KeptChunks:
+def room(call: GDNCall, heads: int) -> KeptChunks:
+    """For what a backward wants of chunks."""
     shape, bf16 = (call.chunks, heads), torch.bfloat16
     return KeptChunks(
         call.new(*shape, HEAD, HEAD, dtype=bf16),
@@ -216,7 +244,8 @@ def _back(call: GDNCall, heads: range, states: States, kept: KeptChunks, do: Ten
     call.launch(backward_kernel(*call.defines), heads, None, states, kept, (do, *to.qkv, to.g, to.beta))
 
 
-def _results(call: GDNCall) -> Inputs:
+def results(call: GDNCall) -> Inputs:
+    """Room for the inputs' gradients; q's and k's have the heads of v."""
     v, g = call.inputs.v, call.inputs.g
     dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
     return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g), call.new(*v.shape[:3]))
@@ -224,10 +253,10 @@ def _results(call: GDNCall) -> Inputs:
 
 LAUNCHES = SpanLaunches(
     lambda x, cu, scale: GDNCall.of(x, cu, scale),
-    _room,
+    room,
     lambda chunks, heads: group(chunks, heads),
     _run,
     _back,
-    _results,
+    results,
 )
 keeps, forward, gradients = LAUNCHES.keeps, LAUNCHES.forward, LAUNCHES.gradients

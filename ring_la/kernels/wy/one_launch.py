@@ -2,8 +2,9 @@
 `gla_launches`, `dplr_launches`).
 
 What comes into a span of tokens is often forgotten there, so that spans start early from zero, by a bound that holds;
-one that does not forget waits for the span before it. A call that exchanges states with other ranks goes by chunks of
-64 tokens, and so does whatever these kernels have no part for.
+one that does not forget waits for the span before it. A delta rule whose states meet those of other ranks may go by
+the same kernels in two launches (`scanned_spans`); other such calls go by chunks of 64 tokens, as does whatever these
+kernels have no part for.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, OutputUse, Summary
 from ring_la.kernels.runtime import cuda_kernel
-from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches
+from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches
+from ring_la.kernels.wy.across import SpanKernels
 from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.recurrence import WYRecurrence
-from ring_la.kernels.wy.saved import WYBack, WYMaps
+from ring_la.kernels.wy.scanned_spans import ScannedSpans
 
 
 class Launches(NamedTuple):
@@ -32,11 +34,13 @@ class Launches(NamedTuple):
     Attributes:
         forward: it also gives what the gradients take of it, if they are to follow.
         enough: whether there is enough to do for gradients by one launch.
+        across: its kernels where states meet those of other ranks; None: such calls go by chunks.
     """
 
     forward: Callable[[Inputs, Tensor | None, float, Tensor | None, OutputUse], Output]
     gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]]
     enough: Callable[[Inputs], bool] = lambda inputs: True
+    across: SpanKernels | None = None
 
 
 def _kda(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
@@ -65,22 +69,37 @@ def _keeping(launches: Any, kept: Any, enough: Callable[[Inputs], bool] = lambda
     return Launches(forward, gradients, enough)
 
 
+class Least(NamedTuple):
+    """Tokens × heads of the smallest calls that go by these kernels, by the decay of their rule; None: none does."""
+
+    none: int | None = None
+    scalar: int | None = None
+    diagonal: int | None = None
+
+    def takes(self, rule: Rule, inputs: Inputs) -> bool:
+        least: int | None = getattr(self, rule.decay)
+        return least is not None and math.prod(inputs.v.shape[:3]) >= least
+
+
 GLA_BY_LAUNCH = True
 """Whether GLA goes by one launch each way: 0.47 to 0.78 of chunks' time on an H200, with less error."""
 DPLR_BY_LAUNCH = True
 """The same of DPLR whose gate has a bound."""
+ACROSS = Least()
+"""Of delta rules that exchange states."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
-KDA = Launches(_kda, _kda_gradients)
+KDA = Launches(_kda, _kda_gradients, across=across.KDA)
 DELTA = _keeping(gdn_launches, gdn_launches.KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
+DELTA = DELTA._replace(across=across.DELTA)
 GLA = _keeping(gla_launches, gla_launches.KeptPairs)
 DPLR = _keeping(dplr_launches, gdn_launches.KeptChunks)
 
 
-def knobs() -> tuple[int, bool, bool]:
+def knobs() -> tuple[int, bool, bool, Least]:
     """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
-    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH
+    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, ACROSS
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
@@ -91,7 +110,7 @@ def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
-        return DELTA if use.alone and DELTA.enough(inputs) else None
+        return DELTA if (DELTA.enough(inputs) if use.alone else ACROSS.takes(rule, inputs)) else None
     if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH and (use.alone or not use.saved):
         return GLA
     if rule.plain == Rule("dplr", "diagonal") and DPLR_BY_LAUNCH and (use.alone or not use.saved):
@@ -136,34 +155,53 @@ class OneLaunch:
         """What does all that the fused kernels have no part for."""
         return WYRecurrence.of(self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 
-    def summary(self, S0: Tensor | None, through: bool, known: Summary[WYMaps] | None = None) -> Summary[WYMaps]:
-        return self.by_chunks.summary(S0, through, known)
+    @cached_property
+    def across(self) -> WYRecurrence | ScannedSpans:
+        """What exchanges states with other ranks."""
+        kernels, room = self.launches.across, not self.use.saved
+        takes = kernels is not None and ACROSS.takes(self.rule, self.inputs)
+        if kernels is None or not takes or not (room or kernels.keeps(self.inputs, self.cu)):
+            return self.by_chunks
+        return ScannedSpans.of(kernels, self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 
-    def prepare(self, summary: Summary[WYMaps]) -> Summary[WYMaps]:
-        return self.by_chunks.prepare(summary)
+    def summary(self, S0: Tensor | None, through: bool, known: Summary[Any] | None = None) -> Summary[Any]:
+        return self.across.summary(S0, through, known)
 
-    def output(self, S0: Tensor | None, summary: Summary[WYMaps] | None = None, border: Border | None = None) -> Output:
+    def prepare(self, summary: Summary[Any]) -> Summary[Any]:
+        return self.across.prepare(summary)
+
+    def output(self, S0: Tensor | None, summary: Summary[Any] | None = None, border: Border | None = None) -> Output:
         if summary is not None or border is not None:
-            return self.by_chunks.output(S0, summary, border)
+            return self.across.output(S0, summary, border)
         S0 = None if S0 is None else S0.to(torch.float32)
         return self.launches.forward(self.inputs, self.cu, self.scale, S0, self.use)
 
-    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[WYBack]:
-        return self.by_chunks.adjoint(_without_kept(backward), dS_end)
+    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Any]:
+        which, backward = self._back(backward)
+        return which.adjoint(backward, dS_end)
 
-    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[WYBack]) -> Adjoint[WYBack]:
-        return self.by_chunks.prepare_gradients(_without_kept(backward), adjoint)
+    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[Any]) -> Adjoint[Any]:
+        which, backward = self._back(backward)
+        return which.prepare_gradients(backward, adjoint)
+
+    def _back(self, backward: Backward) -> tuple[WYRecurrence | ScannedSpans, Backward]:
+        """What the forward went by where states are exchanged, and what that takes."""
+        if isinstance(self.across, ScannedSpans) and self.across.has_left(backward.saved):
+            return self.across, backward
+        return self.by_chunks, _without_kept(backward)
 
     def gradients(
         self,
         backward: Backward,
         dS_end: Tensor | None,
-        adjoint: Adjoint[WYBack] | None = None,
+        adjoint: Adjoint[Any] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        in_chunks = bool(_without_kept(backward).saved) or not self.launches.enough(self.inputs)
-        if in_chunks or adjoint is not None or border is not None:
-            return self.by_chunks.gradients(_without_kept(backward), dS_end, adjoint, border)
+        if adjoint is not None or border is not None:
+            which, backward = self._back(backward)
+            return which.gradients(backward, dS_end, adjoint, border)
+        if bool(_without_kept(backward).saved) or not self.launches.enough(self.inputs):
+            return self.by_chunks.gradients(_without_kept(backward), dS_end)
         return InputGradients(*self.launches.gradients(self.inputs, self.cu, self.scale, backward, dS_end))
 
 

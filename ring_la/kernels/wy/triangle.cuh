@@ -28,14 +28,6 @@ template <class Put> INLINE void substitute(float b, u32 triangle, int lane, Put
   }
 }
 
-#if !BY_BLOCKS
-// The same to bf16
-INLINE void invert(float b, u32 to, u32 triangle, int lane) {
-  substitute(b, triangle, lane, [&](int j, float y) {
-    sts16(to + pair_place(j, lane >> 3) + (lane & 7) * 2, (u16)(pack(y, 0.f) & 0xffff));
-  });
-}
-#else
 // The same to bf16, by blocks of 16: those on the diagonal side by side, a column a lane, and then
 //
 //   (I + L)^-1 = [[N1, 0], [-N2 L21 N1, N2]]
@@ -98,4 +90,3 @@ INLINE void invert(float b, u32 to, u32 triangle, int lane) {
       sts32(to + pair_place(16 + r + 8 * e, n) + l * 4, pack(Y[n][2 * e] * b0, Y[n][2 * e + 1] * b1));
   }
 }
-#endif

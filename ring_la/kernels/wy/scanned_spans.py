@@ -1,0 +1,141 @@
+"""Kernels in CUDA C++ on Hopper where states come from other ranks: the same three levels of one scan as in chunks of
+64 tokens. A launch finds what each span does to a state, `spans.crossing` puts those maps and the border together, and
+one launch goes over all spans.
+
+A span whose last tokens forget all that came before them is a map without a transition, found from those tokens alone:
+what a rank sends then waits for no other rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_la.algebra import Rule
+from ring_la.kernels.protocol import (
+    Adjoint,
+    Backward,
+    Border,
+    InputGradients,
+    Inputs,
+    Output,
+    OutputUse,
+    SpanMaps,
+    Summary,
+)
+from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.spans.crossing import Entered, cross
+from ring_la.kernels.spans.plan import SpanPlan
+from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
+from ring_la.kernels.wy.across import SpanKernels
+
+
+class FoundMaps(NamedTuple):
+    """What is found for a summary or an adjoint."""
+
+    maps: SpanMaps
+
+    @property
+    def savable(self) -> tuple[Tensor | None, ...]:
+        return (self.maps.transition,)
+
+
+class SpansLeft(NamedTuple):
+    """What a forward leaves for its gradients: the spans' transitions, the pieces' where states go through them, and
+    what its kernels take."""
+
+    transition: Tensor
+    passed: Tensor | None
+    rest: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, saved: tuple[Tensor | None, ...]) -> SpansLeft:
+        transition, passed, *rest = saved
+        assert transition is not None
+        return cls(transition, passed, tuple(rest))
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (self.transition, self.passed, *self.rest)
+
+
+@dataclass(frozen=True)
+class ScannedSpans:
+    """One rank's tokens under a rule, where states are exchanged; `call` is what `kernels` take."""
+
+    kernels: SpanKernels
+    plan: SpanPlan
+    call: Any
+    use: OutputUse
+
+    prepares: ClassVar[bool] = False
+    crosses: ClassVar[bool] = True
+
+    @classmethod
+    def of(
+        cls, kernels: SpanKernels, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse
+    ) -> ScannedSpans:
+        call, spans = kernels.cut(inputs, cu, scale)
+        return cls(kernels, SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
+
+    def summary(self, S0: Tensor | None, through: bool, known: Summary[FoundMaps] | None = None) -> Summary[FoundMaps]:
+        plan, found = self.plan, FoundMaps(self.kernels.maps(self.call)) if known is None else known.found
+        _, leaving = prefix(plan, found.maps, plan.state(S0), False, enter=False)
+        return Summary(transitions_of_pieces(plan, found.maps) if through else None, leaving, found)
+
+    def prepare(self, summary: Summary[FoundMaps]) -> Summary[FoundMaps]:
+        return summary
+
+    def output(
+        self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
+    ) -> Output:
+        maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
+        entered = self._entered(maps, S0, border, False)
+        o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
+        left = SpansLeft(maps.transition, entered.passed, saved).flat if self.use.saved else ()
+        return Output(o, entered.leaving, left)
+
+    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
+        found = FoundMaps(self._maps_back(backward))
+        _, entering = prefix(self.plan, found.maps, self.plan.state(dS_end), True, enter=False)
+        return Adjoint(entering, found)
+
+    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[FoundMaps]) -> Adjoint[FoundMaps]:
+        return adjoint
+
+    def gradients(
+        self,
+        backward: Backward,
+        dS_end: Tensor | None,
+        adjoint: Adjoint[FoundMaps] | None = None,
+        border: Border | None = None,
+    ) -> InputGradients:
+        maps = self._maps_back(backward) if adjoint is None else adjoint.found.maps
+        left = SpansLeft.of(backward.saved)
+        entered = self._entered(maps, dS_end, border, True, left.passed)
+        grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
+        return InputGradients(grads, None if backward.S0 is None else entered.leaving)
+
+    def _maps_back(self, backward: Backward) -> SpanMaps:
+        left = SpansLeft.of(backward.saved)
+        own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
+        return SpanMaps("dense", own, left.transition, True)
+
+    def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
+        """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
+        return len(saved) == len(SpansLeft._fields) - 1 + self.kernels.left
+
+    def _entered(
+        self, maps: SpanMaps, S: Tensor | None, border: Border | None, reverse: bool, passed: Tensor | None = None
+    ) -> Entered:
+        S = self.plan.state(S)
+        if border is None:
+            return Entered(*prefix(self.plan, maps, S, reverse))
+        return cross(self.plan, maps, S, reverse, border, passed=passed)()
+
+
+def _read(do: Tensor) -> Tensor:
+    return aligned(do.to(torch.bfloat16))
