@@ -16,9 +16,6 @@ from .table import TileSettings
 if TYPE_CHECKING:
     from ....kernels.runtime.triton_version import TensorDescriptor
 
-PROGRAMS = 0
-"""Programs of four warps up to which a kernel starts those of all heads in one order, the dearest first: of so few, the
-last head's long ones would run alone at the end."""
 BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
@@ -99,10 +96,9 @@ class OfSpans(BlockCall):
         from ....kernels.runtime.launch import filled, launch
 
         items, (q, k) = len(work.items), (self.q, self.k)
-        together = int(items * heads * how.warps <= PROGRAMS * 4)
         launch(
             kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
-            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, together, _length(q.shape[1]), *self.strides,
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, _length(q.shape[1]), *self.strides,
             BM=how.rows, BN=how.keys, **self.shared,
             num_warps=how.warps, num_stages=how.stages, tensors="any", **self.options,
         )  # fmt: skip
