@@ -20,7 +20,7 @@ HEAD = "row|forward, ms|and backward|floors|error|host, µs|first, s|peak, GiB"
 
 def markdown(rows: list[Row]) -> list[str]:
     """Tables of rows that have a part, in the order they came. Times are CUDA graphs where there are any; a rival's
-    figures are forward / both, its times over ours, its largest error."""
+    figures are forward / both, its times over ours of the same kind, its largest error."""
     out: list[str] = []
     for part, found in itertools.groupby(rows, key=lambda row: row["part"]):
         here = list(found)
@@ -54,9 +54,9 @@ def _rival(row: Row, name: str) -> str:
     if "fwd" not in side:
         said = side.get("failed") or f"errors {side.get('errors')}"
         return said.replace("|", "/").replace("\n", " ")[:90]
-    times = _times(side)
-    over = [f"{t / m:.2f}" for t, m in zip(times, _times(mine)) if t and m] if "fwd" in mine else []
-    cell = f"{' / '.join(f'{t:.3f}' for t in times if t)} ({' / '.join(over) or '–'} ×), {_largest(side)}"
+    pairs = [pair for key in ("fwd", "fwd_bwd") if (pair := _alike(side, mine, key))]
+    over = " / ".join(f"{theirs / ours:.2f}" for theirs, ours, _ in pairs if ours) or "–"
+    cell = f"{' / '.join(f'{theirs:.3f}{how}' for theirs, _, how in pairs)} ({over} ×), {_largest(side)}"
     return f"{cell}, host {side['host_us']:.0f}, first {side.get('first_s', 0):.0f} s" if "host_us" in side else cell
 
 
@@ -64,6 +64,13 @@ def _name(row: Row) -> str:
     shape = Shape.parse(row["shape"])
     lengths = "+".join(map(str, shape.apart)) if shape.apart else f"{shape.B} × {shape.T}"
     return f"{row['op']} " * (row["part"] == "floors") + f"{lengths}, {shape.heads} heads"
+
+
+def _alike(side: Row, mine: Row, key: str) -> tuple[float, float | None, str] | None:
+    """A rival's time and ours of the same kind: graphs where both have one, else eager calls, which the cell says."""
+    if f"graph_{key}" in side and f"graph_{key}" in mine:
+        return side[f"graph_{key}"], mine[f"graph_{key}"], ""
+    return (side[key], mine.get(key), " eager") if key in side else None
 
 
 def _times(side: Row) -> tuple[float, float | None]:

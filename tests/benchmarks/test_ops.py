@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import ROOT
-from benchmarks.ops import cases, measure, report, tables
+from benchmarks.ops import cases, measure, report, rivals, tables
 from benchmarks.ops.bench import LIMIT, Worker, parts_of, plan, side_row
 from ring_la.cli.main import main
 from ring_la.errors import ArgumentError
@@ -141,3 +141,13 @@ def test_operators_and_shapes_become_rows_without_repeats():
 def test_bad_choices_are_named(bad, capsys):
     assert main(["bench", "ops", *bad]) == 2
     assert f"{bad[0][2:]}: expected" in capsys.readouterr().err
+
+
+def test_a_rivals_time_is_beside_ours_of_the_same_kind():
+    def side(**times):
+        return {"errors": {"o": 1e-3}} | times
+
+    mine = side(fwd=0.2, graph_fwd=0.1, fwd_bwd=1.0, graph_fwd_bwd=0.4)
+    theirs = side(fwd=0.3, graph_fwd=0.2, fwd_bwd=0.5)
+    row = {"part": "kimi", "op": "kda_kimi", "shape": "1x8x2x4", "sides": {"ring_la": mine, "cudnn": theirs}}
+    assert "0.200 / 0.500 eager (2.00 / 0.50 ×)" in rivals.markdown([row])[-1]
