@@ -5,9 +5,9 @@
 Each rank's own block and rounds, as a copied ring has them, on keys that are there already, in a CUDA graph. What is
 left to the bound (one call that sees everything, with the FLOPs that a rank owes) is what tiles, launches and merges
 cost, and how even the ranks are; what a real ring takes beyond the dearest rank is its exchange. Bytes are those of
-keys and values that each rank receives. `general` is `triton` without its kernels of spans, `beside` with a block's two
-backward kernels on two streams, `together n` with the programs of some heads, n or more, in one order. `--streams 2`
-puts every other round on a second stream, as `Copied` does; `--alone` times each block by itself, too.
+keys and values that each rank receives. `general` is `triton` without its kernels of spans, `together n` with the
+programs of some heads, n or more, in one order. `--streams 2` puts every other round on a second stream, as `Copied`
+can; `--alone` times each block by itself, too.
 """
 
 from __future__ import annotations
@@ -45,12 +45,9 @@ CASES: dict[str, tuple[str, int]] = {
     "window 4096": ("", 4096),
     "causal": ("", -1),
 }
-ROUNDS = 5
+ROUNDS = 8
 TIMED = "forward", "total"
-VARIANTS: dict[str, dict] = {
-    "beside": dict(BESIDE=True),
-    **{f"together {n}": dict(PROGRAMS=n) for n in (264, 528, 1056)},
-}
+VARIANTS = {f"together {n}": dict(PROGRAMS=n) for n in (264, 528, 1056)}
 KERNELS = "general", *VARIANTS, *BACKENDS
 
 
@@ -132,21 +129,28 @@ def _on(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
         yield stream
 
 
-def milliseconds(function: Callable[[], object]) -> float:
-    """Median of replays of a CUDA graph."""
+def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of it, behind one call."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    start, stop, times = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), []
+    return graph
+
+
+def in_turns(graphs: list[torch.cuda.CUDAGraph]) -> list[float]:
+    """Medians of replays, one of each after the other: a GPU's clock moves by more than ways are apart."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: list[list[float]] = [[] for _ in graphs]
     for _ in range(ROUNDS + 1):
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times[1:])
+        for graph, of_one in zip(graphs, times):
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            of_one.append(start.elapsed_time(stop))
+    return [statistics.median(of_one[1:]) for of_one in times]
 
 
 def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tuple[list[list[Pair]], float]:
@@ -167,70 +171,95 @@ def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tupl
 
 
 class Way(NamedTuple):
-    """How blocks are computed: by which kernel, on how many streams; `alone`: whether each is timed by itself, too."""
+    """How blocks are computed: by which kernel, on how many streams."""
 
-    kernel: AttentionBackend
-    streams: int
-    alone: bool
+    kernel: str
+    streams: int = 1
 
-
-def timed(rank: Rank) -> dict[str, float]:
-    return {n: milliseconds(getattr(rank, n)) for n in TIMED}
-
-
-def bound_of(kernel: AttentionBackend, T: int, few: int, heads: tuple[int, int], D: int) -> dict[str, float]:
-    """Times of one call in which T queries see so many keys, all of them."""
-    rows, keys = (Tokens.whole(n, torch.device("cuda", torch.cuda.current_device())) for n in (T, few))
-    return timed(Rank(kernel, Scores(D**-0.5), [Pair(rows, keys, Reach())], heads, D))
+    @property
+    def bound(self) -> str:
+        """The kernel of its bound."""
+        return "triton" if self.kernel in VARIANTS else self.kernel
 
 
-def _row(
-    way: Way, ranks: list[list[Pair]], scores: Scores, heads: tuple[int, int], D: int, truth: list[Tensor]
-) -> dict:
-    """One way's times; `truth` gets the first one's results on rank 0."""
-    times: dict[str, list[float]] = {n: [] for n in TIMED}
-    apart, alone = 0.0, []
-    for r, pairs in enumerate(ranks):
-        torch.manual_seed(r)
-        rank = Rank(way.kernel, scores, pairs, heads, D, way.streams)
-        for n, ms in timed(rank).items():
-            times[n].append(ms)
-        if way.alone:
-            alone.append([timed(Rank(way.kernel, scores, [pair], heads, D)) for pair in pairs])
-        if r == 0:
-            got = rank.total()
-            truth += [] if truth else got
-            apart = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth))
-    worst = {n: max(ms) for n, ms in times.items()}
-    return dict(apart=apart, blocks=[len(pairs) for pairs in ranks], ranks=times, alone=alone) | worst
+Make = Callable[[AttentionBackend], Rank]
+
+
+def timed(asked: list[tuple[str, Make]]) -> list[dict[str, float]]:
+    """Milliseconds of each, by a kernel's name."""
+    ranks, out = [], [dict[str, float]() for _ in asked]
+    for name, make in asked:
+        with kernel_of(name) as kernel:
+            ranks.append(make(kernel))
+    for n in TIMED:
+        graphs = []
+        for (name, _), rank in zip(asked, ranks):
+            with kernel_of(name):
+                graphs.append(captured(getattr(rank, n)))
+        for of_one, ms in zip(out, in_turns(graphs)):
+            of_one[n] = ms
+    return out
+
+
+def apart(asked: list[tuple[str, Make]]) -> list[float]:
+    """How far results are from the first one's."""
+    truth: list[Tensor] = []
+    out = []
+    for name, make in asked:
+        with kernel_of(name) as kernel:
+            got = make(kernel).total()
+        truth = truth or got
+        out.append(max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth)))
+    return out
 
 
 def bench(
-    case: str, T: int, P: int, kind: str, ways: list[tuple[str, int, bool]], heads: tuple[int, int], D: int
+    case: str, T: int, P: int, kind: str, ways: list[Way], heads: tuple[int, int], D: int, alone: bool
 ) -> list[dict]:
-    """A row for each way: a kernel's name, streams, whether each block is timed alone."""
-    device, scores, rows = torch.device("cuda", torch.cuda.current_device()), scores_of(case, D), []
+    """A row for each way; `alone`: with the times of each block by itself."""
+    device, scores = torch.device("cuda", torch.cuda.current_device()), scores_of(case, D)
     ranks, share = ranks_of(case, T, P, kind, device)
-    few = max(128, int(T * P * share) // 128 * 128)
-    truth: list[Tensor] = []
-    bounds: dict[str, dict[str, float]] = {}
-    flops = 4 * heads[0] * D * T * T * P * share  # of a rank, forward
-    for name, streams, alone in ways:
-        row = dict(case=case, T=T, P=P, kind=kind, kernel=name, streams=streams, heads=heads)
-        with kernel_of(name) as kernel:
-            same = "triton" if name in VARIANTS else name
-            bounds[same] = bounds.get(same) or bound_of(kernel, T, few, heads, D)
-            row |= dict(bound=bounds[same]) | _row(Way(kernel, streams, alone), ranks, scores, heads, D, truth)
-        row |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
+    few = Tokens.whole(max(128, int(T * P * share) // 128 * 128), device)
+    bounding = Pair(Tokens.whole(T, device), few, Reach())
+    facts = dict(case=case, T=T, P=P, kind=kind, heads=heads, blocks=[len(pairs) for pairs in ranks])
+    facts |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
+
+    def rank_of(scores: Scores, pairs: list[Pair], streams: int = 1) -> Make:
+        def make(kernel: AttentionBackend) -> Rank:
+            torch.manual_seed(0)
+            return Rank(kernel, scores, pairs, heads, D, streams)
+
+        return make
+
+    names = sorted({way.bound for way in ways})
+    times = []
+    for pairs in ranks:
+        bounds = [(name, rank_of(Scores(D**-0.5), [bounding])) for name in names]
+        each = timed(bounds + [(way.kernel, rank_of(scores, pairs, way.streams)) for way in ways])
+        blocks = [timed([(way.kernel, rank_of(scores, [pair])) for way in ways]) for pair in pairs if alone]
+        times.append((dict(zip(names, each)), each[len(names) :], blocks))
+    off = apart([(way.kernel, rank_of(scores, ranks[0], way.streams)) for way in ways])
+    rows = []
+    for i, way in enumerate(ways):
+        row = facts | dict(kernel=way.kernel, streams=way.streams, apart=off[i])
+        row |= dict(bound={n: statistics.median(bounds[way.bound][n] for bounds, *_ in times) for n in TIMED})
+        row |= dict(ranks={n: [each[i][n] for _, each, _ in times] for n in TIMED})
+        row |= dict(alone=[[block[i] for block in blocks] for *_, blocks in times])
+        rows.append(row | {n: max(ms) for n, ms in row["ranks"].items()})
+    say(rows, 4 * heads[0] * D * T * T * P * share)
+    return rows
+
+
+def say(rows: list[dict], flops: float) -> None:
+    """A line for each row, and what it makes of a rank's FLOPs forward."""
+    for row in rows:
         row |= dict(tflops={n: times * flops / row[n] / 1e9 for n, times in dict(forward=1, total=3.5).items()})
         said = "   ".join(
             f"{n} {row[n]:7.3f} ms {row['bound'][n] / row[n]:4.0%} {row['tflops'][n]:4.0f} TFLOP/s" for n in TIMED
         )
         each = " ".join(f"{x:.2f}" for x in row["ranks"]["total"])
-        where = f"{case:12} {T:6} × {P} {kind:9} {name:13} {streams}"
+        where = f"{row['case']:12} {row['T']:6} × {row['P']} {row['kind']:9} {row['kernel']:13} {row['streams']}"
         print(f"{where} {said}   each {each}   apart {row['apart']:.1e}", flush=True)
-        rows.append(row)
-    return rows
 
 
 def main() -> None:
@@ -244,7 +273,7 @@ def main() -> None:
     parser.add_argument("--kinds", type=names(KINDS), default="zigzag,balanced")
     parser.add_argument("--kernels", type=names(KERNELS), default="triton")
     parser.add_argument("--streams", type=counts, default="1")
-    parser.add_argument("--alone", action="store_true", help="of the first kernel: each block by itself, too")
+    parser.add_argument("--alone", action="store_true", help="each block by itself, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
     args = parser.parse_args()
     need_gpus(parser)
@@ -254,11 +283,10 @@ def main() -> None:
         with kernel_of(name) as kernel:
             made = compile_ahead([kernel], {scores_of(c, args.width) for c in args.cases}, heads, args.width)
             print(f"{made} passes of {name} compiled", flush=True)
-    ways = [(name, n, args.alone) for name, n in itertools.product(args.kernels, args.streams)]
-    ways[1:] = [(name, n, False) for name, n, _ in ways[1:]]
+    ways = [Way(name, n) for name, n in itertools.product(args.kernels, args.streams)]
     for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
         for kind in args.kinds if case != "causal" else args.kinds[:1]:
-            rows += bench(case, T, P, kind, ways, heads, args.width)
+            rows += bench(case, T, P, kind, ways, heads, args.width, args.alone)
             facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
             args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
 

@@ -25,14 +25,14 @@ PRODUCTS = [dict(), dict(GROUP=16), dict(BN=128, num_stages=4)]
 WEIGHTS = [
     WeightTile(),
     WeightTile(num_stages=6),
+    WeightTile(num_stages=5),
     WeightTile(num_stages=4),
-    WeightTile(halves=2, num_stages=4),
     WeightTile(256, 128),
 ]
 """Of `weight_sum`."""
-BOUNDS = ((256, 1, 16), (256, 1, 8), (256, 1, 32), (512, 2, 16), (256, 2, 32), (128, 4, 64))
+BOUNDS = ((256, 1, 16), (256, 1, 8), (512, 2, 16), (256, 2, 32), (128, 4, 64))
 """Columns of a program, its warps, and rows at a time."""
-CONVOLUTIONS = ((128, 8, 4, 128), (128, 8, 8, 160), (64, 8, 8, 128), (128, 16, 4, 160), (64, 8, 4, 64))
+CONVOLUTIONS = ((128, 8, 4, 128), (128, 8, 8, 160), (64, 8, 8, 128), (128, 16, 4, 160))
 """Channels of a program, rows at a time forward and back, and registers."""
 NARROW = ((20, 2560), (48, 2560))
 """N and K of weights of few columns."""
@@ -75,7 +75,7 @@ def convolutions(x: torch.Tensor, places: torch.Tensor) -> None:
 
 def weights(calls: Callable[[], list[Callable[[], Any]]]) -> None:
     """dW by each tile, undivided too."""
-    divide = weight_sum.Division.of
+    divide = weight_sum.division
     for tile in WEIGHTS:
         weight_sum.TILE = tile
         try:
@@ -84,9 +84,9 @@ def weights(calls: Callable[[], list[Callable[[], Any]]]) -> None:
         except Exception as error:
             print(f"dW {tuple(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     weight_sum.TILE = WeightTile()
-    weight_sum.Division.of = lambda tiles, count, slots: weight_sum.Division(tiles, 0, 0, count)
+    weight_sum.division = lambda tiles, count, slots: weight_sum.Division(tiles, 0, 0, count)
     row("dW, no tile divided", calls())
-    weight_sum.Division.of = divide
+    weight_sum.division = divide
 
 
 def main() -> None:
@@ -103,22 +103,22 @@ def main() -> None:
     places = torch.stack([places, places + 64], 1).contiguous()
     blocks = weight.BlockPlaces(places, places[:0], True)
     x |= small
-    bounds = {s: bounds_of(x[s[0]], x[s[1]], places) for s in (*SHAPES, *NARROW)}
+    bounds = {n: bounds_of(t, places) for n, t in x.items()}
     row("torch x W", [lambda s=s: x[s[1]] @ w[s].T for s in SHAPES])
     row("torch dy W", [lambda s=s: x[s[0]] @ w[s] for s in SHAPES])
     row("torch dW", [lambda s=s: x[s[0]].T @ x[s[1]] for s in SHAPES])
     for how in BOUNDS if "bounds" in only else ():
         bounds_.WIDE, bounds_.WARPS, bounds_.ROWS = how
-        row(f"bounds {how}", [lambda s=s: bounds_of(x[s[0]], x[s[1]], places) for s in SHAPES])
+        row(f"bounds {how}", [lambda s=s: (bounds_of(x[s[0]], places), bounds_of(x[s[1]], places)) for s in SHAPES])
 
     def sums(s: tuple[int, int], blocks: weight.BlockPlaces = blocks) -> torch.Tensor:
-        return weight.block_sums(x[s[0]], x[s[1]], blocks, bounds[s], torch.bfloat16)
+        return weight.block_sums(x[s[0]], x[s[1]], blocks, (bounds[s[0]], bounds[s[1]]), torch.bfloat16)
 
     if "convolutions" in only:
         convolutions(x[7680], places)
     if "weights" in only:
         weights(lambda: [lambda s=s: sums(s) for s in SHAPES])
-        row("dW, blocks looked up", [lambda s=s: sums(s, blocks._replace(run=False)) for s in SHAPES])
+        row("dW, blocks looked up", [lambda s=s: sums(s, weight.BlockPlaces(places, places[:0])) for s in SHAPES])
         row(f"dW of {NARROW}", [lambda s=s: sums(s) for s in NARROW])
         for s in SHAPES[1:2]:
             exact, found = x[s[0]].double().T @ x[s[1]].double(), sums(s).double()

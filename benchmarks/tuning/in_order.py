@@ -17,7 +17,7 @@ from ring_la.kernels.protocol import Backward, Inputs
 from ring_la.kernels.spans.table import Tiling
 from ring_la.kernels.wy import in_order
 
-SETTINGS = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (16, 4, 2), (16, 4, 3), (64, 8, 2), (64, 4, 3))
+SETTINGS = ((16, 4, 3), (64, 4, 2), (32, 4, 2), (32, 4, 3), (16, 4, 2), (16, 4, 4), (64, 8, 2), (64, 4, 3))
 """Columns of a program, warps and stages."""
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     S = torch.zeros(1, 1, 20, 128, 128, device=device)
     inputs, first = Inputs(q, k, v, g=g, beta=beta), None
     for how in SETTINGS:
-        in_order.OUTPUT, in_order.BACKWARD = {128: Tiling(*how)}, {128: Tiling(*how)}
+        in_order.IN_ORDER_OUTPUT = in_order.IN_ORDER_BACKWARD = {128: Tiling(*how)}
         try:
             out = forward(rule, inputs, pieces, 128**-0.5, S, True)
             back = Backward(S, do, out.saved)

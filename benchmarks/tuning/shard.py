@@ -1,10 +1,11 @@
-"""One rank's shard of a split gated delta rule, by kernels in chunks of 64 tokens and by those in CUDA C++ (see
-`wy/scanned_spans`): `python -m benchmarks.tuning.shard [--errors] [--profile TOKENS] [--tokens 8192,32768]`.
+"""One rank's shard of a split gated delta rule or KDA, by kernels in chunks of 64 tokens and by those in CUDA C++ (see
+`wy/scanned_spans`): `python -m benchmarks.tuning.shard [--ops gdn,kda] [--errors] [--profile] [--tokens 8192,32768]`.
 
-Gates are those of FlashQLA's benchmark: three quarters of the heads logsigmoid(x) / 16, the others 0. What another
-rank sends is there at once, both ways, so that this is the kernels' time alone, as on a rank in the middle. A line of
-JSON an arm: ms of a CUDA graph of the forward, and of forward and backward; with --errors those of all results against
-fp64 at 512 tokens instead. "alone": one device, the same states given by its caller.
+Gates are those of production: of gdn logsigmoid(x) / 16 in three quarters of the heads and 0 in the others, of kda
+-5 sigmoid(x), of kda_slow -0.002 Phi(x). What another rank sends is there at once, both ways, so that this is the
+kernels' time alone, as on a rank in the middle. A line of JSON an arm: ms of a CUDA graph of the forward, and of
+forward and backward; with --errors those of all results against fp64 at 512 tokens instead, with --profile also the
+kernels of a call. "alone": one device, the same states given by its caller.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -21,41 +24,55 @@ from torch import Tensor
 from ring_la import reference
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
-from ring_la.kernels.protocol import Backward, Inputs, OutputUse
-from ring_la.kernels.wy import one_launch
+from ring_la.kernels.protocol import Backward, Border, Inputs, OutputUse
+from ring_la.kernels.wy import gdn_launches, one_launch
 
 from ..ops.cases import Shape
 from ..ops.measure import error, milliseconds
 from ..ops.production import inputs
 from ..options import need_gpus
 
-RULE = Rule("delta", "scalar")
+
+class Op(NamedTuple):
+    """Gates, heads, the rule and what is true."""
+
+    gates: str
+    heads: str
+    rule: Rule
+    truth: Callable[..., Any]
+
+
+BOUNDED = Rule("delta", "diagonal", lower_bound=-5.0)
+OPS = {
+    "gdn": Op("qwen", "16:32", Rule("delta", "scalar"), reference.gated_delta_rule),
+    "kda": Op("kimi", "32", BOUNDED, reference.kda),
+    "kda_slow": Op("slow", "32", BOUNDED, reference.kda),
+}
 ARMS = ("chunks", "spans", "alone")
 
 
-class AtOnce:
-    """A border (see `protocol.Border`) at which states have arrived, and others leave for."""
-
-    key = "at once"
-    memory = ()
-    beside = None
-    whole = (False, False)
-    arrives = (True, True)
-    carries = (True, True)
+class AtOnce(Border):
+    """A border at which states have arrived, and others leave for."""
 
     def __init__(self, came: Tensor, came_back: Tensor) -> None:
+        self.key, self.memory, self.beside = "at once", (), None
+        self.whole, self.arrives, self.carries = (False, False), (True, True), (True, True)
         self._came = came, came_back
 
     def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         assert A is not None
         entering.copy_(self._came[reverse])
 
+    def spans(self, *args: Any, **named: Any) -> None:
+        raise NotImplementedError("maps of these rules are dense")
+
 
 class Shard:
     """A rank's tokens, and what it does with them."""
 
-    def __init__(self, tokens: int, heads: str) -> None:
-        x = inputs("qwen", Shape.parse(f"1x{tokens}x{heads}x128"), "cuda", 0)
+    def __init__(self, tokens: int, op: Op) -> None:
+        self.op = op
+        x = inputs(op.gates, Shape.parse(f"1x{tokens}x{op.heads}x128"), "cuda", 0)
         self.inputs = Inputs(*(x[n].detach() for n in ("q", "k", "v", "g", "beta")))
         H = self.inputs.v.shape[2]
         self.states = tuple(torch.randn(1, 1, H, 128, 128, device="cuda") for _ in range(2))
@@ -67,9 +84,12 @@ class Shard:
         alone = arm == "alone"
         border = None if alone else AtOnce(S, dS)
         use = OutputUse(saved=train, alone=alone)
-        across = mock.patch.object(one_launch, "DELTA_ACROSS", arm == "spans")
-        with across, mock.patch.object(one_launch, "LEAST", 0):
-            local = recurrence(RULE, self.inputs, None, 128**-0.5, use)
+        least = one_launch.Least(0, 0, 0) if arm.startswith("spans") else one_launch.Least()
+        across = mock.patch.object(one_launch, "ACROSS", least)
+        _, _, length = arm.partition(" of ")
+        cut = mock.patch.object(gdn_launches, "across", return_value=(int(length),) * 2) if length else nullcontext()
+        with across, cut, mock.patch.object(one_launch, "LEAST", 0):
+            local = recurrence(self.op.rule, self.inputs, None, 128**-0.5, use)
             out = local.output(S if alone else None, border=border)
             if not train:
                 return [out.o, out.leaving]
@@ -80,22 +100,25 @@ class Shard:
     def truth(self) -> list[Tensor]:
         S, dS = (t[0].double() for t in self.states)
         leaves = [t.double().requires_grad_() for t in self.inputs if t is not None]
-        out = reference.gated_delta_rule(*leaves, initial_state=S, output_final_state=True)
+        out = self.op.truth(*leaves, initial_state=S, output_final_state=True)
         return [*out, *torch.autograd.grad(tuple(out), leaves, (self.do.double(), dS))]
 
 
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dbeta")
 
 
-def check(heads: str) -> bool:
+def check(name: str) -> bool:
     """Whether no error is above 6e-3, or twice that in chunks."""
-    shard = Shard(512, heads)
+    shard = Shard(512, OPS[name])
     true, floor, right = shard.truth(), [0.0] * len(NAMES), True
     for arm in ARMS:
         found = [error(a.reshape(b.shape), b) for a, b in zip(shard.run(arm, True), true, strict=True)]
         floor = found if arm == "chunks" else floor
         right = right and all(e <= max(6e-3, 2 * f) for e, f in zip(found, floor, strict=True))
-        print(json.dumps({"arm": arm, "errors": {n: float(f"{e:.2e}") for n, e in zip(NAMES, found)}}), flush=True)
+        print(
+            json.dumps({"op": name, "arm": arm, "errors": {n: float(f"{e:.2e}") for n, e in zip(NAMES, found)}}),
+            flush=True,
+        )
     return right
 
 
@@ -109,19 +132,19 @@ def graph(call: Callable[[], object]) -> Callable[[], None]:
     return made.replay
 
 
-def times(tokens: int, heads: str) -> None:
-    shard = Shard(tokens, heads)
-    for arm in ARMS:
-        row: dict[str, object] = {"tokens": tokens, "heads": heads, "arm": arm}
+def times(op: str, tokens: int, lengths: list[str]) -> None:
+    shard = Shard(tokens, OPS[op])
+    for arm in (*ARMS, *(f"spans of {n}" for n in lengths if op == "gdn")):
+        row: dict[str, object] = {"op": op, "tokens": tokens, "heads": shard.op.heads, "arm": arm}
         for name, train in (("fwd", False), ("both", True)):
             call = graph(lambda arm=arm, train=train: shard.run(arm, train))  # type: ignore[misc]
             row[name] = round(milliseconds(call, "cuda", 0.05), 4)
         print(json.dumps(row), flush=True)
 
 
-def profile(tokens: int, heads: str) -> None:
+def profile(op: str, tokens: int) -> None:
     """µs of every kernel of a call."""
-    shard = Shard(tokens, heads)
+    shard = Shard(tokens, OPS[op])
     for arm in ARMS:
         shard.run(arm, True)
         torch.cuda.synchronize()
@@ -130,27 +153,35 @@ def profile(tokens: int, heads: str) -> None:
             torch.cuda.synchronize()
         events = sorted((e for e in found.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start)
         for e in events:
-            row = {"tokens": tokens, "arm": arm, "kernel": e.name[:40], "us": round(e.time_range.elapsed_us(), 1)}
+            row = {
+                "op": op,
+                "tokens": tokens,
+                "arm": arm,
+                "kernel": e.name[:40],
+                "us": round(e.time_range.elapsed_us(), 1),
+            }
             print(json.dumps(row), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="8192,32768,4096,16384,2048")
-    parser.add_argument("--heads", default="16:32")
+    parser.add_argument("--ops", default="gdn,kda")
+    parser.add_argument("--lengths", default="", help="of spans of gdn, tokens: an arm each")
     parser.add_argument("--errors", action="store_true")
-    parser.add_argument("--profile", type=int, default=0, metavar="TOKENS")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--limit", type=float, default=120, help="seconds: no row starts after them")
     args = parser.parse_args()
     need_gpus(parser)
-    began = time.monotonic()
+    began, ops = time.monotonic(), args.ops.split(",")
     if args.errors:
-        return 0 if check(args.heads) else 1
+        return 0 if all([check(op) for op in ops]) else 1
     for tokens in map(int, args.tokens.split(",")):
-        if time.monotonic() - began < args.limit:
-            times(tokens, args.heads)
-    if args.profile and time.monotonic() - began < args.limit:
-        profile(args.profile, args.heads)
+        for op in ops:
+            if time.monotonic() - began < args.limit:
+                times(op, tokens, args.lengths.split(",") if args.lengths else [])
+                if args.profile:
+                    profile(op, tokens)
     return 0
 
 

@@ -86,4 +86,4 @@ def _in_pieces(layout: ShardedLayout, rows: int) -> list[tuple[int, ...]]:
 
 
 def _table(places: Sequence[tuple[int, ...]], layout: ShardedLayout, columns: int = 2) -> Tensor:
-    return torch.tensor(places, dtype=torch.int32).view(-1, columns).to(layout.cp.device)
+    return torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, columns).to(layout.cp.device)

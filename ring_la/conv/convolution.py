@@ -218,6 +218,7 @@ class _Split(torch.autograd.Function):
         x, weight, bias, lead, cu, own = ctx.saved_tensors
         layout, do = ctx.layout, torch.zeros_like(x) if do is None else do
         ctx.way_back()
+        dlead: Tensor | None
         if fixed(layout):
             dx, dweight, dbias, dlead = convolve_back_at_once(do, dends, x, lead, weight, bias, ctx.silu, layout)
         else:

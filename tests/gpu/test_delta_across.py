@@ -7,6 +7,8 @@ by mailboxes where GPUs reach each other's memory, or by messages.
 
 from __future__ import annotations
 
+import functools
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -20,25 +22,24 @@ pytestmark = pytest.mark.gpu
 
 def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, float], int]:
     """Errors by these kernels and by chunks of 64 tokens, and how many calls those took."""
-    from ring_la.kernels.wy import gdn_launches, one_launch
+    from ring_la.kernels.wy import gdn_launches, kda_launches, one_launch
     from ring_la.kernels.wy.scanned_spans import ScannedSpans
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for Hopper")
-    cp = ring_la.ContextParallel(pool.group(), scan="ring")
-    made = mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of)
-    changes = (
-        mock.patch.object(one_launch, "DELTA_ACROSS", True),
-        mock.patch.object(one_launch, "LEAST", 0),
-        mock.patch.object(gdn_launches, "span", return_value=64),
-    )
-    shape = dict(H=4, Hk=2, K=128, V=128)
-    plain = border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape)
-    with made as calls, changes[0], changes[1], changes[2]:
+    cp, shape = ring_la.ContextParallel(pool.group(), scan="ring"), dict(H=4, Hk=2, K=128, V=128)
+    with ExitStack() as changes:
+        bounded = functools.partial(ring_la.kda, lower_bound=-5.0)
+        changes.enter_context(mock.patch.object(ring_la, "kda", bounded))
+        plain = border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape)
+        calls = changes.enter_context(mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of))
+        changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0)))
+        changes.enter_context(mock.patch.object(gdn_launches, "across", return_value=(64, 64)))
+        changes.enter_context(mock.patch.object(kda_launches, "multiprocessors", return_value=10**6))
         return border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape), plain, calls.call_count
 
 
-@pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule", "kda"])
 @pytest.mark.parametrize("kind", border_calls.LAYOUTS)
 def test_against_one_device(name, kind, gpu_ranks, record_property):
     results = gpu_ranks.run(gpu_ranks.size, check, name, kind)

@@ -23,6 +23,7 @@ from ring_la.algebra import Rule  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy.across import DELTA, KDA  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
@@ -47,6 +48,7 @@ def emulated(monkeypatch):
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
+    monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
     monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
@@ -127,22 +129,23 @@ class Arrival:
         entering.copy_(self._came[reverse])
 
 
-@pytest.mark.parametrize(
-    ("cuts", "cu", "fall"), [((0, 40, 190, 320), None, 0.03), ((0, 90, 270), (0, 30, 270), 1.0)],
-    ids=["waiting", "packed and forgetting"],
-)  # fmt: skip
-def test_delta_rules_whose_states_come_from_other_shards(cuts, cu, fall):
-    """Shards in a line, of uneven lengths: each takes what the one before it leaves, and backward."""
-    T, H, shards = cuts[-1], 2 if cu else 1, len(cuts) - 1
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_states_from_other_shards(decay):
+    """Of uneven lengths, in a line: each takes what the one before it leaves, and backward. One head forgets. The first
+    shard ends a document, and begins the other one."""
+    cuts, cu, H, N, shards = (0, 90, 210, 290), (0, 30, 290), 2, 2, 3
+    T, kernels = cuts[-1], DELTA if decay == "scalar" else KDA
     q, k, v, beta = draw(T, H, 1)
-    g = fall * F.logsigmoid(torch.randn(1, T, H))
-    N = 1 if cu is None else len(cu) - 1
+    g = torch.tensor([1.0, 0.02])[:, None] * (
+        F.logsigmoid(torch.randn(1, T, H, 128)) * (2 if decay == "diagonal" else 1)
+    )
+    g = g[..., 0] if decay == "scalar" else g
     S0, dS, do = torch.randn(1, N, H, 128, 128), torch.randn(1, N, H, 128, 128), torch.randn_like(v)
-    rule, saved = Rule("delta", "scalar"), OutputUse(saved=True)
-    pieces = [None if cu is None else torch.tensor((0, 30, 90), dtype=torch.int32), *(None,) * shards]
+    rule, saved = Rule("delta", decay), OutputUse(saved=True)
+    pieces = [torch.tensor((0, 30, 90), dtype=torch.int32), None, None]
     parts = [slice(*ends) for ends in zip(cuts, cuts[1:])]
     locals_ = [
-        ScannedSpans.of(rule, Inputs(*(x[:, p].contiguous() for x in (q, k, v, g, beta))), n, 128**-0.5, saved)
+        ScannedSpans.of(kernels, rule, Inputs(*(x[:, p].contiguous() for x in (q, k, v, g, beta))), n, 128**-0.5, saved)
         for p, n in zip(parts, pieces)
     ]
     outs, entered, S = [], [], S0
@@ -162,11 +165,10 @@ def test_delta_rules_whose_states_come_from_other_shards(cuts, cu, fall):
         found.insert(0, locals_[i].gradients(backs[i], end, None if i == 1 else adjoints[i], border))
         came = summaries[i].transition[:, -1:].mT @ came + adjoints[i].entering[:, -1:]
     got = {"o": torch.cat([out.o for out in outs], 1), "S": outs[-1].leaving, "S0": found[0].entering}
-    if cu is not None:
-        got["S"] = torch.cat([outs[0].leaving[:, :-1], got["S"]], 1)
+    got["S"] = torch.cat([outs[0].leaving[:, :-1], got["S"]], 1)
     got |= {n: torch.cat([getattr(x.inputs, n) for x in found], 1) for n in ("q", "k", "v", "g", "beta")}
-    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
-    check(reference.gated_delta_rule, [q, k, v, g, beta], offsets, got, S0[0], do, dS[0], 1.2 * LIMIT)
+    function = reference.gated_delta_rule if decay == "scalar" else reference.kda
+    check(function, [q, k, v, g, beta], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_blocks_products_add_in_any_order(monkeypatch):
     dy[64:70] *= 1e-3
     x[:, 7] *= 100
     places = torch.tensor([[0, 64], [64, 70], [70, 134], [134, 198], [198, 230]], dtype=torch.int32, device=HERE)
-    bounds = bounds_of(dy, x, places)
+    bounds = bounds_of(dy, places), bounds_of(x, places)
 
     def sums(dtype, full, ragged):
         return block_sums(dy, x, BlockPlaces(places[full], places[ragged]), bounds, dtype)
@@ -101,7 +101,7 @@ def test_as_many_blocks_as_go_together_do_not_overflow():
     x[:, 1] *= -1
     starts = torch.arange(0, len(x), 64, dtype=torch.int32, device=HERE)
     places = torch.stack([starts, starts + 64], 1)
-    got = block_sums(x, x, BlockPlaces(places, places[:0]), bounds_of(x, x, places), torch.float32)
+    got = block_sums(x, x, BlockPlaces(places, places[:0]), (bounds_of(x, places),) * 2, torch.float32)
     exact = x.double().T @ x.double()
     assert (got.double() - exact).abs().max() <= GROUP * 2**-15
 
@@ -116,7 +116,9 @@ def test_a_large_token_leaves_others_their_bits():
     dy, x = bf16(16 * 64, 16), bf16(16 * 64, 16, seed=1)
     x[5, 3] = 3000
     places = blocks_of(len(x))
-    got = block_sums(dy, x, BlockPlaces(places, places[:0]), bounds_of(dy, x, places), torch.float32)
+    got = block_sums(
+        dy, x, BlockPlaces(places, places[:0]), (bounds_of(dy, places), bounds_of(x, places)), torch.float32
+    )
     assert (got.double() - dy.double().T @ x.double()).abs().max() <= 16 * 2**-5
 
 
@@ -129,7 +131,7 @@ def test_tensor_cores_add_blocks_halves(slots, group, run, monkeypatch):
     dy, x = bf16(700, 272), bf16(700, 272, seed=1)
     starts = range(70, 646, 64) if run else (70, 0, 134, 198, 301)
     places = torch.tensor([[a, a + 64] for a in starts], dtype=torch.int32).to(HERE)
-    bounds, out = bounds_of(dy, x, places), torch.full((272, 272), float("nan"), device=HERE)
+    bounds, out = (bounds_of(dy, places), bounds_of(x, places)), torch.full((272, 272), float("nan"), device=HERE)
     exact = sum(dy[a:b].double().T @ x[a:b].double() for a, b in places.tolist())
     for wide in (torch.float32, torch.float64):
         weight_sum.add_full_blocks(dy, x, places, run, bounds, out, wide)
@@ -140,7 +142,7 @@ def test_tensor_cores_add_blocks_halves(slots, group, run, monkeypatch):
     ("tiles", "count"), [(1, 1), (40, 256), (200, 256), (264, 3), (540, 16), (600, 256), (1070, 255)]
 )
 def test_every_block_of_every_tile_is_a_programs(tiles, count):
-    whole, split, chunks, part = weight_sum.Division.of(tiles, count, 132)
+    whole, split, chunks, part = weight_sum.division(tiles, count, 132)
     assert whole + split == tiles
     assert not split or (chunks - 1) * part < count <= chunks * part
 

@@ -18,10 +18,8 @@ from ring_la.errors import PeerError
 from ring_la.layout import Layout
 from ring_la.softmax.backends import BACKENDS, LatentBackend
 from ring_la.softmax.geometry import Reach, Tokens
-from ring_la.softmax.scores import Scores
-from ring_la.softmax.strategies import STRATEGIES, Copied, copied
+from ring_la.softmax.strategies import STRATEGIES, Copied
 from ring_la.softmax.strategies.copied import SHORT
-from ring_la.softmax.strategies.job import AttentionJob
 from ring_la.softmax.strategies.schedule import Schedule, needs_of
 from tests.support.attention_cases import DOCUMENTS, draw, truth
 from tests.support.file_memory import over_files
@@ -59,30 +57,21 @@ def test_copied_is_whole(ranks, tmp_path, P, documents, features):
 
 
 @pytest.mark.parametrize(
-    ("asked", "captured", "tokens", "uneven", "two"),
+    ("asked", "captured", "tokens", "two"),
     [
-        (None, True, SHORT, False, True),
-        (None, True, SHORT + 1, False, False),
-        (None, False, SHORT, True, False),
-        (None, False, SHORT + 1, True, True),
-        (True, False, SHORT + 1, False, True),
-        (False, True, SHORT, True, False),
+        (None, True, SHORT, True),
+        (None, True, SHORT + 1, False),
+        (None, False, SHORT, False),
+        (True, False, SHORT + 1, True),
+        (False, True, SHORT, False),
     ],
 )
-def test_two_streams_where_they_were_faster(asked, captured, tokens, uneven, two):
-    """In a CUDA graph of short shards, of long ones where work is uneven, as measured; or as one asks for."""
+def test_two_streams_where_they_were_faster(asked, captured, tokens, two):
+    """In a CUDA graph of short shards, as measured on two H200; or as one asks for."""
     q = mock.Mock(is_cuda=True, shape=(1, tokens, 32, 128))
-    capture = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured)
-    with capture, mock.patch.object(copied, "UNEVEN", True):
-        assert Copied(asked).overlaps(mock.Mock(backend=BACKENDS["torch"], uneven=uneven), q) is two
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured):
+        assert Copied(asked).overlaps(mock.Mock(backend=BACKENDS["torch"]), q) is two
         assert not Copied(asked).overlaps(mock.Mock(backend=mock.Mock(spec=LatentBackend)), q)
-
-
-@pytest.mark.parametrize(("cu", "window", "uneven"), [(None, None, False), ([0, 3, 16], None, True), (None, 4, True)])
-def test_documents_and_windows_are_uneven(cu, window, uneven):
-    layout = Layout(16, "zigzag", 2, cu_seqlens=cu)
-    rows = tuple(Tokens.of_ranks(layout, [r], torch.device("cpu")) for r in range(2))
-    assert AttentionJob(BACKENDS["torch"], Scores(1.0, left=window, right=0), rows, rows).uneven is uneven
 
 
 class Opened:

@@ -241,18 +241,23 @@ def test_the_first_part_holds_the_result(monkeypatch):
 
 
 @pytest.mark.parametrize("sums", [False, True], ids=["", "with running sums"])
-def test_blocks_at_fixed_places_have_the_same_bits(sums):
+@pytest.mark.parametrize(
+    ("more", "walks"), [({}, True), ({"left": 40}, True), ({"right": None}, True), ({"softcap": 2.0}, False)]
+)
+def test_blocks_at_fixed_places_have_the_same_bits(sums, more, walks, monkeypatch):
     """What a document and its gradients are does not depend on its place, nor on which rows are at hand. (NumPy's
     products look at a row's place in a tile of 64, tensor cores do not.)"""
+    launched, launch_of = [], span_launch.OfSpans._launch
+    monkeypatch.setattr(span_launch.OfSpans, "_launch", lambda self, *a: (launched.append(a), launch_of(self, *a)))
     backend, H, D = CanonicalTriton(), 2, 16
     rng = torch.Generator().manual_seed(3)
     heads = (H, H, H, H) if sums else (H, 1, 1, H)
     one, other = ([torch.randn(1, n, h, D, generator=rng) for h in heads] for n in (260, 64))
-    scores = Scores(0.3, right=0)
+    scores = Scores(0.3, **{"right": 0} | more)
     for part in (one, other) if sums else ():
         c = -torch.rand(1, part[0].shape[1], H, generator=rng, dtype=torch.float64).cumsum(1)
         part[0], part[1], near = with_sums(part[0], part[1], c, 0.3, exact=True)
-        scores = Scores(near, right=0, sums=D)
+        scores = Scores(near, **{"right": 0} | more, sums=D)
 
     def run(parts: list, rows: slice = slice(None)) -> list[torch.Tensor]:
         q, k, v, do = (torch.cat(x, 1) for x in zip(*parts))
@@ -266,6 +271,7 @@ def test_blocks_at_fixed_places_have_the_same_bits(sums):
         return [o, backend.query_gradients(x, k, v, scores, pair), *backend.key_gradients(x, k, v, scores, pair)]
 
     whole, turned = run([one, other]), run([other, one])
+    assert len(launched) == 6 * walks
     for a, b in zip(whole, turned):
         assert torch.equal(a[:, :260], b[:, 64:])
     for a, b in zip(run([one, other], slice(64, 250))[:2], whole):

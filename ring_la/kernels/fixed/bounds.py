@@ -33,18 +33,20 @@ ROOT = tl.constexpr(11.32)
 
 
 class Bounds(NamedTuple):
-    """Of all ranks' blocks: m ``[C]`` fp32 and the sum ``[C]`` fp64, of dy's N columns and, from `behind` on, x's."""
+    """Of a tensor's columns, over all ranks' blocks: m ``[C]`` fp32 and the sum ``[C]`` fp64."""
 
     norms: Tensor
     shares: Tensor
-    behind: int
 
 
-@triton.jit
-def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """Bounds of the norms of a block's columns; inf where one is not finite."""
+@triton.jit(do_not_specialize=("D",))
+def norms_kernel(
+    x, places, out, D, UNIT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Bounds of the norms of a block's columns, a row of ``out [blocks, D]``; inf where one is not finite."""
+    D *= UNIT
     start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
-    d = tile * BD + tl.arange(0, BD)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros([BD], tl.float32)
     for first in tl.static_range(0, BT, ROWS):
         t = start + first + tl.arange(0, ROWS)
@@ -52,24 +54,8 @@ def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr, ROW
         y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
         total += tl.sum(y * y, 0)
     norm = tl.sqrt(total) * (1.01 * 2.0**-30)
-    tl.store(out + d, tl.where(norm < float("inf"), norm, float("inf")), d < D)  # a NaN, too
-
-
-@triton.jit(do_not_specialize=("N", "K", "BEHIND", "C"))
-def norms_kernel(
-    dy, x, places, out, N, K, BEHIND, C, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Of both, a row of ``out [blocks, C]`` for each block."""
-    N *= UN
-    K *= UK
-    tiles = (N + BD - 1) // BD
-    tile = tl.program_id(1)
-    out += tl.program_id(0).to(tl.int64) * C
-    if tile < tiles:
-        block_norms(dy, places, out, tile, N, BT, BD, ROWS)
-    else:
-        block_norms(x, places, out + BEHIND, tile - tiles, K, BT, BD, ROWS)
+    at = out + tl.program_id(0).to(tl.int64) * D + d
+    tl.store(at, tl.where(norm < float("inf"), norm, float("inf")), d < D)  # a NaN, too
 
 
 @triton.jit
@@ -122,21 +108,17 @@ def bound_above(norms, shares, at, mask):
     return power_above(m * tl.minimum(root, ROOT))
 
 
-def norms_of_blocks(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
-    """Bounds of the norms of all columns of blocks of ``dy [rows, N]``, and from the place returned on of
-    ``x [rows, K]``: fp32 ``[blocks, C]``; inf where one is not finite. places: int32 ``[blocks, 2]``."""
-    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
-    behind = cdiv(N, 4) * 4  # on a boundary of 16 bytes
-    out = torch.empty(len(places), behind + cdiv(K, 4) * 4, device=x.device)
-    un, uk = unit_of(N), unit_of(K)
-    if behind != N or K % 4:
-        out.zero_()
+def norms_of_blocks(x: Tensor, places: Tensor) -> Tensor:
+    """Bounds of the norms of all columns of blocks of ``x [rows, C]``, fp32 ``[blocks, C]``; inf where one is not
+    finite. places: int32 ``[blocks, 2]``."""
+    x, C = aligned(x), x.shape[-1]
+    out, unit = torch.empty(len(places), C, device=x.device), unit_of(C)
     if len(places):
         launch(
-            norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, N // un, K // uk,
-            behind, out.shape[1], UN=un, UK=uk, BT=BLOCK, BD=WIDE, ROWS=ROWS, num_warps=WARPS,
+            norms_kernel, (len(places), cdiv(C, WIDE)), x, places, out, C // unit, UNIT=unit, BT=BLOCK, BD=WIDE,
+            ROWS=ROWS, num_warps=WARPS,
         )  # fmt: skip
-    return out, behind
+    return out
 
 
 def largest_norms(norms: Tensor) -> Tensor:
@@ -154,12 +136,12 @@ def shares_of(norms: Tensor, largest: Tensor) -> Tensor:
     return out
 
 
-def bounds_of(dy: Tensor, x: Tensor, places: Tensor) -> Bounds:
+def bounds_of(x: Tensor, places: Tensor) -> Bounds:
     """`Bounds` where these blocks are all there are."""
-    norms, behind = norms_of_blocks(dy, x, places)
+    norms = norms_of_blocks(x, places)
     count, C = norms.shape
     largest, shares = norms.new_empty(C), norms.new_empty(C, dtype=torch.float64)
     launch(
         bounds_kernel, (cdiv(C, NARROW),), norms, largest, shares, count, C, BR=MANY, BD=NARROW, num_warps=4,
     )  # fmt: skip
-    return Bounds(largest, shares, behind)
+    return Bounds(largest, shares)

@@ -87,10 +87,10 @@ class BlockPlaces(NamedTuple):
         return len(self.full) + len(self.ragged)
 
 
-def block_sums(dy: Tensor, x: Tensor, places: BlockPlaces, bounds: Bounds, dtype: torch.dtype) -> Tensor:
-    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: multiples of the grid in
-    fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded, for whom
-    nothing is to be added to them."""
+def block_sums(dy: Tensor, x: Tensor, places: BlockPlaces, bounds: tuple[Bounds, Bounds], dtype: torch.dtype) -> Tensor:
+    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``, of these bounds: multiples of
+    the grid in fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded,
+    for whom nothing is to be added to them."""
     dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
     wide = dtype
     if dtype not in (torch.float32, torch.float64):
@@ -116,14 +116,14 @@ def block_sums(dy: Tensor, x: Tensor, places: BlockPlaces, bounds: Bounds, dtype
 
 
 def _add_blocks(
-    dy: Tensor, x: Tensor, places: Tensor, bounds: Bounds, before: Tensor | None, out: Tensor, run: int
+    dy: Tensor, x: Tensor, places: Tensor, bounds: tuple[Bounds, Bounds], before: Tensor | None, out: Tensor, run: int
 ) -> None:
     """At most GROUP blocks, added to `before`; by `run` of them, to `out` itself."""
-    (N, K), (bn, bk), behind = out.shape, TILE, bounds.behind
+    (N, K), (bn, bk) = out.shape, TILE
     un, uk = unit_of(N), unit_of(K)
     launch(
         weight_kernel, (cdiv(N, bn) * cdiv(K, bk), cdiv(len(places), run) if run else 1), dy, x, places,
-        bounds.norms, bounds.shares, bounds.norms[behind:], bounds.shares[behind:], out if before is None else before,
-        out, len(places), N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=bn, BK=bk, RUN=run, START=START,
-        ADD=before is not None, PREC="ieee", num_warps=4, num_stages=7,  # of which places take some
+        *bounds[0], *bounds[1], out if before is None else before, out, len(places), N // un, K // uk, UN=un, UK=uk,
+        BT=BLOCK, BN=bn, BK=bk, RUN=run, START=START, ADD=before is not None, PREC="ieee", num_warps=4,
+        num_stages=7,  # of which places take some
     )  # fmt: skip

@@ -145,21 +145,22 @@ class Division(NamedTuple):
     chunks: int
     part: int
 
-    @classmethod
-    def of(cls, tiles: int, count: int, slots: int) -> Division:
-        """So that programs of `count` blocks leave as few of so many slots idle at the end as may be."""
-        whole = tiles // slots * slots
-        split = tiles - whole
 
-        def cost(chunks: int) -> float:
-            """In units of a whole tile's time, with what begins, ends and adds up a chunk."""
-            return cdiv(split * chunks, slots) * (1 / chunks + STARTING) + (chunks > 1) * split * chunks * ADDING
+@functools.lru_cache(maxsize=4096)
+def division(tiles: int, count: int, slots: int) -> Division:
+    """So that programs of `count` blocks leave as few of so many slots idle at the end as may be."""
+    whole = tiles // slots * slots
+    split = tiles - whole
 
-        chunks = min(range(1, min(MOST_CHUNKS, count) + 1), key=cost) if split and count > 1 else 1
-        if chunks == 1:
-            return cls(tiles, 0, 0, count)
-        part = cdiv(count, chunks)
-        return cls(whole, split, cdiv(count, part), part)
+    def cost(chunks: int) -> float:
+        """In units of a whole tile's time, with what begins, ends and adds up a chunk."""
+        return cdiv(split * chunks, slots) * (1 / chunks + STARTING) + (chunks > 1) * split * chunks * ADDING
+
+    chunks = min(range(1, min(MOST_CHUNKS, count) + 1), key=cost) if split and count > 1 else 1
+    if chunks == 1:
+        return Division(tiles, 0, 0, count)
+    part = cdiv(count, chunks)
+    return Division(whole, split, cdiv(count, part), part)
 
 
 @functools.cache
@@ -169,21 +170,21 @@ def slots_of(device: torch.device) -> int:
 
 
 def add_full_blocks(
-    dy: Tensor, x: Tensor, places: Tensor, run: bool, bounds: Bounds, out: Tensor, wide: torch.dtype
+    dy: Tensor, x: Tensor, places: Tensor, run: bool, bounds: tuple[Bounds, Bounds], out: Tensor, wide: torch.dtype
 ) -> None:
     """``out [N, K] = Σ dyᵀ x`` over blocks of 64 rows from ``places [:, 0]`` on, N and K multiples of 16; `run`:
     whether these stand one behind the other; `wide`: what holds their sum exactly."""
-    (N, K), behind, count = out.shape, bounds.behind, len(places)
+    (N, K), count = out.shape, len(places)
     un, uk = unit_of(N), unit_of(K)
     described = (
         TensorDescriptor(t, list(t.shape), [t.shape[1], 1], [HALF, n]) for t, n in ((dy, TILE.rows), (x, TILE.columns))
     )
-    whole, split, chunks, part = Division.of(cdiv(N, TILE.rows) * cdiv(K, TILE.columns), count, slots_of(dy.device))
+    whole, split, chunks, part = division(cdiv(N, TILE.rows) * cdiv(K, TILE.columns), count, slots_of(dy.device))
     skip = 0 if count > GROUP else whole
     kept = torch.empty(whole - skip + split * chunks, TILE.rows * TILE.columns, dtype=wide, device=dy.device)
     launch(
-        weight_sum_kernel, (whole + split * chunks,), *described, places, bounds.norms, bounds.shares,
-        bounds.norms[behind:], bounds.shares[behind:], *filled(kept if len(kept) else None, by=out), out, count,
+        weight_sum_kernel, (whole + split * chunks,), *described, places, *bounds[0], *bounds[1],
+        *filled(kept if len(kept) else None, by=out), out, count,
         len(dy), N // un, K // uk, whole, split, part, skip, UN=un, UK=uk, HALF=HALF, HALVES=TILE.halves, BN=TILE.rows,
         BK=TILE.columns, GROUP=GROUP, START=START, RUN=run, num_warps=TILE.num_warps, num_stages=TILE.num_stages,
     )  # fmt: skip
@@ -235,7 +236,7 @@ def _drawn(dtype: torch.dtype, device: torch.device, blocks: int = 48) -> tuple[
 def _tried(dy: Tensor, x: Tensor) -> bool:
     starts = torch.arange(0, len(dy), BLOCK, dtype=torch.int32, device=dy.device)
     places = torch.stack([starts, starts + BLOCK], 1)
-    bounds = bounds_of(dy, x, places)
+    bounds = bounds_of(dy, places), bounds_of(x, places)
 
     def sums(places: Tensor, run: bool = False) -> Tensor:
         out = torch.empty(dy.shape[1], x.shape[1], device=dy.device)

@@ -240,7 +240,7 @@ def _per_piece(mask: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Autograd on, also in inference mode, and inside a registered operator, where the dispatcher has switched it off."""
+    """Autograd on, also in inference mode, and inside a registered operator, where the dispatcher has it off."""
     keys = torch._C.DispatchKey
     with torch.inference_mode(False):
         excluded = torch._C._dispatch_tls_local_exclude_set()

@@ -470,11 +470,6 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
                     int w, int lane) {
   const Args& a = b.a;
   const int begin = uniform(x.begin), end = uniform(x.end);
-#if MAPS
-  find_maps(a, s, h, passes, false, w, lane, [&](float (&S)[16][4], int pass) {
-    walk(S, b, h, begin, end, pass * n, (pass + 1) * n, (pass + 1) * n, base, w, lane);
-  });
-#else
   float S[16][4];
   if (passes == 1 && waits && !a.given)
     take(S, a, s + 1, h, w, lane);
@@ -487,7 +482,6 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
     between_passes(S, a, false, pass, s, h, base, base + OPEN, w, lane);
   }
   if (passes == 1 && !a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
-#endif
 }
 
 // How many chunks late a span begins, or -1: it waits. By all warps.
@@ -498,15 +492,6 @@ INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane) 
   if (found < 0 && !a.given && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
   if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
   return found;
-}
-
-// Of a span for its maps. By all warps.
-INLINE Reach reach_of_maps(const Args& a, const Span& x, int h, u32 said, int lane) {
-  const int end = piece_end(a, x), at_begin = forgetting(a, x.begin, 1, end - x.begin, h, said, lane);
-  if (at_begin >= 0) return {x.begin, at_begin, x.first};
-  __syncthreads();  // all know the bound
-  const int behind = x.last ? -1 : forgetting(a, x.end, 1, end - x.end, h, said, lane);
-  return {x.begin, (x.end - x.begin + C - 1) / C + max(behind, 0), behind < 0 ? 2 : 1};
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_constant__ BackArgs b) {
@@ -528,30 +513,37 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if MAPS
-  const Choice mine = choose(a, false, base + SAID, [](int, const Span&, int) { return 0; });
-  const int s = mine.s, h = mine.h;
-  const Span x = span_of(a, s);
+  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
+  __syncthreads();
+  const MapOf m = map_of(a, false, base + SAID);
+  const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const int lim = piece_end(a, x);
-  const bool known = false, waits = false;
-  const Reach r = reach_of_maps(a, x, h, base + SAID + 16, lane);
-  const int n = uniform(r.n), passes = uniform(r.passes), first = n * passes;
+  const Reach r = reach(a, x, m, false, base + SAID + 16, lane);
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    if (w < MAKERS) produce(b, x, m.h, piece_end(a, x), r.n, 1, r.n, base, w, lane);
+  } else {
+    registers_up<200>();
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, b, m.h, x.begin, x.end, 0, r.n, r.n, base, w, lane);
+    });
+  }
 #else
   const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int lim = piece_end(a, x);
-  const bool known = x.last || (!a.given && behind >= 0 && behind * C >= lim - x.end), waits = behind < 0;
+  const bool known = x.last || (!a.given && behind >= 0 && behind * C >= lim - x.end);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
-  const int passes = uniform(waits && !x.first && !a.given ? 3 : 1), first = n * passes - own;
-#endif
+  const int passes = uniform(behind < 0 && !x.first && !a.given ? 3 : 1), first = n * passes - own;
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < MAKERS) produce(b, x, h, lim, n, passes, first, base, w, lane);
     else fetch(b, x, h, n * passes, first, base, w - MAKERS, lane);
   } else {
     registers_up<200>();
-    consume(b, x, s, h, n, first, known, waits, passes, base, w, lane);
+    consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);
   }
+#endif
 }

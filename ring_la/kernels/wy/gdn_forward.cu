@@ -17,7 +17,7 @@
 // the identity (two passes without outputs): the state it leaves is a product once the one before it is there.
 // Programs take spans in order, so that one which waits waits for one that runs.
 //
-// Where states come from other ranks, one launch with MAPS finds what spans do to a state (`find_maps`), and another, `given`
+// Where states come from other ranks, one launch with MAPS finds what spans do to a state (maps.cuh), and another, `given`
 // what enters each, goes over them once.
 #include "gdn.cuh"
 #include "triangle.cuh"
@@ -148,8 +148,8 @@ INLINE void keep_pairs(u16* to, u32 at, int lane) {
 }
 #endif
 
-// The chunks of all passes over a span; n: of one pass. Of those of MAPS none is the last, which makes outputs.
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
+// The chunks of all passes over a span; n: of one pass. That of MAPS is not the last, which makes outputs; it may be without `values`.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, bool values, u32 base, int w, int lane) {
   const int total = n * passes, last = MAPS ? total : total - n;  // the first chunk of the last pass
   float b, G;
   auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
@@ -159,7 +159,7 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     if (passes > 1 && c >= last) bar_wait(base + OPEN, 0);
     const bool middle = c >= n && c < last;
     const int t = t0 + (c >= last ? c - last : middle ? c - n : c) * C;
-    load_chunk(a, t, x.end, h, !middle, base + slot * SLOT, lane);
+    load_chunk(a, t, x.end, h, values && !middle, base + slot * SLOT, lane);
     const u64 i = (u64)(t + lane) * a.H + h;
     const bool live = t + lane < x.end;
     b = live ? beta_at(a, i) : 0.f;
@@ -375,13 +375,8 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,
                     int lane) {
-  const int end = uniform(x.end);
-#if MAPS
-  find_maps(a, s, h, passes, true, w, lane, [&](float (&S)[16][4], int pass) {
-    walk(S, a, h, t0, end, end, 0, pass * n, n, base, w, lane);
-  });
-#else
   float S[16][4];
+  const int end = uniform(x.end);
   if (passes > 1 || !waits || a.given)
     begin_with(S, entering(a, x.piece, s, h, x.first, waits), w, lane);
   else
@@ -394,28 +389,14 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
     between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
   }
   if (passes == 1 && !a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
-#endif
 }
-
-// Tokens of a span's piece before token t
-INLINE int before(const Args& a, const Span& x, int t) { return t - (a.table ? a.cu[x.piece] : x.piece * a.T); }
 
 // How many chunks early a span begins, or -1: it waits. By all warps.
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.first) return 0;
-  const int found = forgetting(a, x.begin, -1, before(a, x, x.begin), h, base + SAID + 16, lane);
+  const int found = forgetting(a, x.begin, -1, x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T), h, base + SAID + 16, lane);
   if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
   return found;
-}
-
-// Of span s for its maps. By all warps.
-INLINE Reach reach_of_maps(const Args& a, const Span& x, int h, u32 said, int lane) {
-  const int at_end = forgetting(a, x.end, -1, before(a, x, x.end), h, said, lane);
-  if (at_end >= 0) return {x.end - at_end * C, at_end, x.last};
-  __syncthreads();  // all know the bound
-  const int back = x.first ? -1 : forgetting(a, x.begin, -1, before(a, x, x.begin), h, said, lane);
-  const int t0 = x.begin - max(back, 0) * C;
-  return {t0, (x.end - t0 + C - 1) / C, back < 0 ? 2 : 1};
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_constant__ Args a) {
@@ -432,30 +413,37 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if MAPS
-  const Choice mine = choose(a, true, base + SAID, [](int, const Span&, int) { return 0; });
-  const int s = mine.s, h = mine.h;
-  const Span x = span_of(a, s);
+  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
+  __syncthreads();
+  const MapOf m = map_of(a, true, base + SAID);
+  const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const bool waits = false;
-  const Reach r = reach_of_maps(a, x, h, base + SAID + 16, lane);
-  const int t0 = uniform(r.t0), n = uniform(r.n), passes = uniform(r.passes);
-#else
-  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
-  const int s = mine.s, h = mine.h;
-  const Span x = span_of(a, s);
-  if (x.end <= x.begin) return;
-  const bool waits = mine.back < 0;
-  const int t0 = uniform(x.begin - max(mine.back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
-  const int passes = waits && !x.last && !a.given ? 3 : 1;
-#endif
+  const Reach r = reach(a, x, m, true, base + SAID + 16, lane);
   if (uniform(tid >> 8)) {
     registers_down<120>();
-    produce(a, x, h, t0, n, passes, base, w, lane);
+    produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);
   } else {
     registers_up<192>();
-    consume(a, x, s, h, t0, n, waits, passes, base, w, lane);
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, a, m.h, r.t0, x.end, x.end, 0, 0, r.n, base, w, lane);
+    });
+  }
+#else
+  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
+  const int s = mine.s, h = mine.h, back = mine.back;
+  const Span x = span_of(a, s);
+  if (x.end <= x.begin) return;
+  const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
+  const int passes = back < 0 && !x.last && !a.given ? 3 : 1;
+  if (uniform(tid >> 8)) {
+    registers_down<120>();
+    produce(a, x, h, t0, n, passes, true, base, w, lane);
+  } else {
+    registers_up<192>();
+    consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
 #if KEEP
     if (lane == 0) copied_out();
 #endif
   }
+#endif
 }

@@ -21,11 +21,13 @@ from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, as_read, multiprocessors
+from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
+SCANNED = 5
+"""Chunks that two scans take for a span of a row."""
 TOGETHER = 4
 """Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 GROUPED = 16
@@ -110,9 +112,19 @@ def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tup
     return unequal(tokens // pieces, length, pieces * heads, programs) if equal else (length, length)
 
 
-def even(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
-    """The same where all spans have one length."""
-    return (span(tokens, heads, pieces, programs, equal),) * 2
+def across(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """Tokens a span, all alike, where states are exchanged: by what it costs to find maps, where a quarter of the heads
+    wait, to scan over spans twice and to go over all of them, in chunks of that last pass."""
+    each, rows = cdiv(cdiv(tokens, pieces), CHUNK) * CHUNK, pieces * heads
+
+    def cost(length: int) -> float:
+        count, c = cdiv(each, length), length // CHUNK
+        share = rows * count / programs
+        last = c + EARLY if share <= 1 else share * (c + EARLY) + c / 2
+        return max(1, share / 2) * c + SCANNED * count + last
+
+    lengths = {min(n, each) for n in (512, 1024, 2048, 4096)}
+    return (min(sorted(lengths, reverse=True), key=cost),) * 2
 
 
 def picks(programs: int, device: torch.device) -> bool:
@@ -127,16 +139,6 @@ def combined(length: int, tokens: int, states: int) -> int:
 
 
 Cut = Callable[[int, int, int, int, bool], tuple[int, int]]
-
-
-class Passing(NamedTuple):
-    """What spans hand on, or (`given`) what enters each; `parts`: what those that wait combine, `together` at a time.
-    Of a launch that finds maps: what spans add, and their transitions."""
-
-    states: Tensor
-    parts: Tensor | None = None
-    together: int = 1
-    given: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,9 +201,10 @@ class GDNCall:
         """`states`: those it begins with and those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
+        programs *= 2 if passing is not None and passing.maps and not further else 1
         flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
         pick = passing is None and picks(programs, device)
-        passed, parts, together, given = self._passing() if passing is None else passing
+        passed, parts, together, given, _ = self._passing() if passing is None else passing
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
         kernel(
             programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, parts, *kept,

@@ -4,6 +4,7 @@
 #define D 128 // channels of a head
 #define OUTER a.length
 #include "spans.cuh"
+#include "maps.cuh"
 
 #define GROUP 4 // tokens whose factors are made together
 #define FORGOTTEN 9.3e-10f // 2^-30
@@ -18,12 +19,14 @@ struct Args {
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`
-  float* states;         // [count, H, 128 * 128]
+  float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
+  float* parts;          // MAPS: spans' transitions, [count, H, K, K]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int ahead;             // whether spans that wait are left to another launch, compiled with DEFERRED
+  int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   float scale;
 };
 
@@ -98,6 +101,18 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
     x.pass(u, b, i, back);
   }
   return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
+}
+
+// How many chunks before token t (`step` -1) or from it on (1), one or two, forget what enters them, or -1; of `there` tokens that are
+// asked for. By all warps.
+INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
+  const int w = uniform(threadIdx.x >> 5), tokens = (w + 1) * C;
+  if (w < 2) {
+    const bool ok = there >= 2 * C && forgotten(a, step < 0 ? t - tokens : t, h, tokens, step > 0, lane);
+    if (lane == 0) sts32(said + w * 4, ok);
+  }
+  __syncthreads();
+  return uniform(lds32(said) ? 1 : lds32(said + 4) ? 2 : -1);
 }
 
 // The gates of token i and this lane's four channels, in rows of 512 bytes

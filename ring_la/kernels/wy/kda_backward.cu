@@ -97,9 +97,11 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
     g += 2 * sv;
   }
 #endif
+#if !MAPS
   const char* w = (const char*)(a.kept_W + kept_at(a, chunk, h) * (C * D)) + lane * 16;
 #pragma unroll 2
   for (int i = 0; i < 8; i++) cp16(at + OFF_W + i * 512 + lane * 16, w + i * 512, true);
+#endif
 }
 
 // qg and kg over q and k, G (by log2) over g, ki and kd to their places. E: e^GL.
@@ -265,15 +267,15 @@ INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ----------------------
 
 // Whether what leaves the piece is where a span's program starts, y being the span after it
-INLINE bool starts_known(const Span& x, const Span& y) { return x.last || (y.last && y.end <= x.end + 2 * C); }
+INLINE bool starts_known(const Args& a, const Span& x, const Span& y) { return x.last || (!a.given && y.last && y.end <= x.end + 2 * C); }
 // How many of a span's chunks, which begin two late, come before it starts from zero or from what leaves the piece; 2: it
 // does neither. By eight warps.
 INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32 said, int w, int lane) {
   if (x.last) return 0;
-  const bool known = starts_known(x, y);
+  const bool known = starts_known(a, x, y);
   int skip = 0;
   if (!known && (w & 3) == 0) {
-    const bool ok = forgotten(a, x.end, h, w ? 2 * C : C, true, lane);
+    const bool ok = y.end >= x.end + 2 * C && forgotten(a, x.end, h, w ? 2 * C : C, true, lane);
     if (lane == 0) sts32(said + 4 + w, ok);
   }
   between_warps();
@@ -445,7 +447,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
     const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
               bar_s = base + BARS_S + (i & 1) * 16;
-    const bool own = c >= first;
+    const bool own = !MAPS && c >= first;
     bar_wait(bars, (c / SLOTS) & 1);
     const bool hard = __any_sync(~0u, lds32(base + HARD + slot * 4));
     if (hard && (own || c >= skip)) {
@@ -592,14 +594,14 @@ INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int l
 INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int h, int n, int first, u32 base, int w, int lane) {
   const Args& a = b.a;
   float S[16][4];
-  const bool known = starts_known(x, y);
+  const bool known = starts_known(a, x, y);
   const int skip = !a.ahead ? decide(a, x, y, s, h, base + SAID, w, lane) : known ? 0 : uniform(lds32(base + SAID + 4) ? 1 : 0);
-  if (skip == 2)
+  if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+    begin_with(S, entering(a, x.piece, s, h, known, skip == 2), w, lane);
   walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
-  leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
+  if (!a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
 #endif
 
@@ -624,6 +626,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
+#if MAPS
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const MapOf m = map_of(a, false, base + SAID);
+  const Span x = span_of(a, m.s);
+  if (x.end <= x.begin) return;
+  const Reach r = reach(a, x, m, false, base + SAID + 4, lane);
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);
+  } else {
+    registers_up<200>();
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, b, m.h, x.begin, x.end, 0, r.n, 0, r.n, base, w, lane);
+    });
+  }
+#else
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
@@ -636,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   if (a.ahead && !x.last) {  // a span that waits is left to the launch behind this one
     if (uniform(tid >> 8) == 0) decide(a, x, y, s, h, base + SAID, w, lane);
     __syncthreads();
-    if (!starts_known(x, y) && !lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
+    if (!starts_known(a, x, y) && !lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
   }
   const int lim = x.last ? x.end : min(x.end + 2 * C, y.end), passes = 1;
   const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
@@ -653,4 +671,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     consume(b, x, y, s, h, n, first, base, w, lane);
 #endif
   }
+#endif
 }

@@ -15,7 +15,8 @@
 // A span that is not a piece's first starts a chunk or two early from zero where what entered there is forgotten, to
 // rounding, when the span begins. The bound holds element by element: with |S| <= u in each row, a token gives
 // u <- e^g u, then u <- u + beta |k| (|k| . u). Where it is not small enough, the span waits for the state that the one
-// before it leaves. Programs take spans in order, so that one which waits waits for one that runs.
+// before it leaves. Programs take spans in order, so that one which waits waits for one that runs. Where states come from other
+// ranks, one launch finds what spans do to a state (maps.cuh), and another goes over all of them.
 #include "kda.cuh"
 
 #define SLOTS 8 // chunks under way, one a warp that makes factors
@@ -155,15 +156,15 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   }
 }
 
-// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each: of one, with v or (not `values`) without, or of three, the second of which is without.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, bool values, u32 base, int w, int lane) {
   const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n;
     if (pass == 2) bar_wait(base + OPEN, 0);
     const int t = t0 + (c - pass * n) * C;
-    load_chunk(a, t, x.end, h, pass != 1, at, lane);
+    load_chunk(a, t, x.end, h, values && pass != 1, at, lane);
     float b = 0.f;
     if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
     cp_wait();
@@ -443,12 +444,12 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
   float S[16][4];
   const int skip = a.ahead && !x.first ? uniform(lds32(base + SAID + 4) ? 1 : 0) : decide(a, x, s, h, base + SAID, w, lane);
-  if (skip == 2)
+  if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
-    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+    begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2), w, lane);
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
-  leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+  if (!a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
 #endif
 
@@ -466,6 +467,22 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
+#if MAPS
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const MapOf m = map_of(a, true, base + SAID);
+  const Span x = span_of(a, m.s);
+  if (x.end <= x.begin) return;
+  const Reach r = reach(a, x, m, true, base + SAID + 4, lane);
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);
+  } else {
+    registers_up<152>();
+    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
+      walk(S, a, m.h, r.t0, x.end, x.end, 0, 0, r.n, 0, base, w, lane);
+    });
+  }
+#else
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
@@ -483,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #endif
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
+    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, true, base, w, lane);
   } else {
     registers_up<152>();
 #if DEFERRED
@@ -492,4 +509,5 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     consume(a, x, s, h, t0, n, base, w, lane);
 #endif
   }
+#endif
 }

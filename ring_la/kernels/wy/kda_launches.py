@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,15 +34,15 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS = "14Q9if"
+ARGUMENTS = "15Q10if4x"
 FORWARD_SHARED, BACKWARD_SHARED = 232448, 223680
 
 
 @functools.cache
-def kernel(name: str, deferred: bool, *defines: str) -> CudaKernel:
+def kernel(name: str, deferred: bool, *defines: str, maps: bool = False) -> CudaKernel:
     """`forward`, `states` (what the backward needs of every chunk) or `backward`; of spans that were left to it, if
-    `deferred`."""
-    folder, defines = Path(__file__).parent, (*defines, f"DEFERRED={int(deferred)}")
+    `deferred`; `maps`: it finds spans' maps alone."""
+    folder, defines = Path(__file__).parent, (*defines, f"DEFERRED={int(deferred)}", f"MAPS={int(maps)}")
     if name == "backward":
         return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
     keep = f"KEEP={int(name == 'states')}"
@@ -60,6 +61,17 @@ def as_read(inputs: Inputs) -> Inputs:
     q, k, a, b = (x if x is None or x.dtype == v.dtype else x.to(v.dtype) for x in (q, k, a, b))
     g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
     return Inputs(q, k, v, g, beta, a, b)
+
+
+class Passing(NamedTuple):
+    """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, and (`parts`)
+    their transitions; of one whose spans wait what they combine, `together` at a time."""
+
+    states: Tensor
+    parts: Tensor | None = None
+    together: int = 1
+    given: bool = False
+    maps: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,20 +128,22 @@ class KDACall:
 
     def launch(
         self, name: str, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
-        kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), further: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), further: tuple[Tensor | None, ...] = (),
+        passing: Passing | None = None,
     ) -> None:  # fmt: skip
         """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
-        H, count = self.inputs.v.shape[2], self.count
-        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=self.inputs.v.device)
-        passed = self.new(count, H, HEAD, HEAD)
-        x = self.inputs
+        H, count, x = self.inputs.v.shape[2], self.count, self.inputs
+        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=x.v.device)
+        ahead = self.ahead and passing is None
+        passing = Passing(self.new(count, H, HEAD, HEAD)) if passing is None else passing
+        passes = 2 if passing.maps and not further else 1
         arguments: Any = (
-            count * len(heads), *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
-            passed, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
-            heads.start, len(heads), int(self.ahead), self.scale, *further,
+            passes * count * len(heads), *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
+            passing.states, passing.parts, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
+            heads.start, len(heads), ahead, passing.given, self.scale, *further,
         )  # fmt: skip
-        for deferred in (False, True) if self.ahead else (False,):
-            kernel(name, deferred, *self.defines)(*arguments)
+        for deferred in (False, True) if ahead else (False,):
+            kernel(name, deferred, *self.defines, maps=passing.maps)(*arguments)
 
 
 def forward(
@@ -153,17 +167,30 @@ def gradients(
     call = KDACall.of(inputs, cu, scale, each)
     do = aligned(do.to(torch.bfloat16))
     S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
-    dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
-    dg, dbeta, dS0 = torch.empty_like(call.inputs.g), call.new(B, T, H), call.states()
-    states = call.new(call.chunks, each, HEAD, HEAD, dtype=torch.bfloat16)
-    writes = call.new(call.chunks, each, CHUNK, HEAD, dtype=torch.bfloat16)
-    for first in range(0, H, each):
-        heads = range(first, min(first + each, H))
-        call.launch("states", heads, None, (S0, None), (states, writes))
-        call.launch("backward", heads, None, (dS_end, dS0), (states, writes), (do, dq, dk, dv, dg, dbeta))
+    found, dS0 = results(call), call.states()
+    for heads, kept in by_group(call):
+        call.launch("states", heads, None, (S0, None), kept)
+        call.launch("backward", heads, None, (dS_end, dS0), kept, (do, *found.qkv, found.g, found.beta))
     if HK != H:
-        dq, dk = (summed(x, HK, x.dtype) for x in (dq, dk))
-    return Inputs(dq, dk, dv, dg, dbeta), by_row(dS0, B)
+        found = found._replace(q=summed(found.q, HK, found.q.dtype), k=summed(found.k, HK, found.k.dtype))
+    return found, by_row(dS0, B)
+
+
+def results(call: KDACall) -> Inputs:
+    """Room for the inputs' gradients; q's and k's have the heads of v."""
+    v, g = call.inputs.v, call.inputs.g
+    dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
+    return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g), call.new(*v.shape[:3]))
+
+
+def by_group(call: KDACall) -> Iterator[tuple[range, tuple[Tensor, Tensor]]]:
+    """Heads at a time, and room for what a backward takes of their chunks, the same for all."""
+    H, bf16 = call.inputs.v.shape[2], torch.bfloat16
+    each = group(call.chunks, H)
+    states = call.new(call.chunks, each, HEAD, HEAD, dtype=bf16)
+    writes = call.new(call.chunks, each, CHUNK, HEAD, dtype=bf16)
+    for first in range(0, H, each):
+        yield range(first, min(first + each, H)), (states, writes)
 
 
 @functools.lru_cache(maxsize=512)

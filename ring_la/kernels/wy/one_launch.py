@@ -21,7 +21,8 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, OutputUse, Summary
 from ring_la.kernels.runtime import cuda_kernel
-from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches
+from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches
+from ring_la.kernels.wy.across import SpanKernels
 from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.recurrence import WYRecurrence
 from ring_la.kernels.wy.scanned_spans import ScannedSpans
@@ -33,13 +34,13 @@ class Launches(NamedTuple):
     Attributes:
         forward: it also gives what the gradients take of it, if they are to follow.
         enough: whether there is enough to do for gradients by one launch.
-        keeps: whether there is room for what gradients take where states are exchanged; None: that goes by chunks.
+        across: its kernels where states meet those of other ranks; None: such calls go by chunks.
     """
 
     forward: Callable[[Inputs, Tensor | None, float, Tensor | None, OutputUse], Output]
     gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]]
     enough: Callable[[Inputs], bool] = lambda inputs: True
-    keeps: Callable[[Inputs, Tensor | None], bool] | None = None
+    across: SpanKernels | None = None
 
 
 def _kda(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
@@ -68,25 +69,37 @@ def _keeping(launches: Any, kept: Any, enough: Callable[[Inputs], bool] = lambda
     return Launches(forward, gradients, enough)
 
 
+class Least(NamedTuple):
+    """Tokens × heads of the smallest calls that go by these kernels, by the decay of their rule; None: none does."""
+
+    none: int | None = None
+    scalar: int | None = None
+    diagonal: int | None = None
+
+    def takes(self, rule: Rule, inputs: Inputs) -> bool:
+        least: int | None = getattr(self, rule.decay)
+        return least is not None and math.prod(inputs.v.shape[:3]) >= least
+
+
 GLA_BY_LAUNCH = True
 """Whether GLA goes by one launch each way: 0.47 to 0.78 of chunks' time on an H200, with less error."""
 DPLR_BY_LAUNCH = True
 """The same of DPLR whose gate has a bound."""
-DELTA_ACROSS = False
-"""Whether delta rules that exchange states go by these kernels, too: no GPU has timed them so."""
+ACROSS = Least()
+"""Of delta rules that exchange states."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
-KDA = Launches(_kda, _kda_gradients)
+KDA = Launches(_kda, _kda_gradients, across=across.KDA)
 DELTA = _keeping(gdn_launches, gdn_launches.KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
-DELTA = DELTA._replace(keeps=lambda inputs, cu: gdn_launches.keeps(inputs, cu))
+DELTA = DELTA._replace(across=across.DELTA)
 GLA = _keeping(gla_launches, gla_launches.KeptPairs)
 DPLR = _keeping(dplr_launches, gdn_launches.KeptChunks)
 
 
-def knobs() -> tuple[int, bool, bool, bool]:
+def knobs() -> tuple[int, bool, bool, Least]:
     """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
-    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, DELTA_ACROSS
+    return LEAST, GLA_BY_LAUNCH, DPLR_BY_LAUNCH, ACROSS
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
@@ -97,7 +110,7 @@ def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
-        return DELTA if (use.alone or DELTA_ACROSS) and DELTA.enough(inputs) else None
+        return DELTA if (DELTA.enough(inputs) if use.alone else ACROSS.takes(rule, inputs)) else None
     if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH and (use.alone or not use.saved):
         return GLA
     if rule.plain == Rule("dplr", "diagonal") and DPLR_BY_LAUNCH and (use.alone or not use.saved):
@@ -145,10 +158,11 @@ class OneLaunch:
     @cached_property
     def across(self) -> WYRecurrence | ScannedSpans:
         """What exchanges states with other ranks."""
-        keeps = self.launches.keeps
-        if not DELTA_ACROSS or keeps is None or (self.use.saved and not keeps(self.inputs, self.cu)):
+        kernels, room = self.launches.across, not self.use.saved
+        takes = kernels is not None and ACROSS.takes(self.rule, self.inputs)
+        if kernels is None or not takes or not (room or kernels.keeps(self.inputs, self.cu)):
             return self.by_chunks
-        return ScannedSpans.of(self.rule.plain, self.inputs, self.cu, self.scale, self.use)
+        return ScannedSpans.of(kernels, self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[Any] | None = None) -> Summary[Any]:
         return self.across.summary(S0, through, known)
@@ -172,7 +186,7 @@ class OneLaunch:
 
     def _back(self, backward: Backward) -> tuple[WYRecurrence | ScannedSpans, Backward]:
         """What the forward went by where states are exchanged, and what that takes."""
-        if isinstance(self.across, ScannedSpans) and gdn_launches.KeptChunks.of(backward.saved) is not None:
+        if isinstance(self.across, ScannedSpans) and self.across.has_left(backward.saved):
             return self.across, backward
         return self.by_chunks, _without_kept(backward)
 

@@ -9,7 +9,7 @@ what a rank sends then waits for no other rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,42 +30,59 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.crossing import Entered, cross
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
-from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.wy import gdn_spans
-from ring_la.kernels.wy.gdn_launches import GDNCall, KeptChunks
-from ring_la.kernels.wy.span_launches import CHUNK
+from ring_la.kernels.wy.across import SpanKernels
 
 
 class FoundMaps(NamedTuple):
-    """What is found for a summary or an adjoint; nothing of it is kept for a backward pass."""
+    """What is found for a summary or an adjoint."""
 
     maps: SpanMaps
 
     @property
     def savable(self) -> tuple[Tensor | None, ...]:
-        return ()
+        return (self.maps.transition,)
+
+
+class SpansLeft(NamedTuple):
+    """What a forward leaves for its gradients: the spans' transitions, the pieces' where states go through them, and
+    what its kernels take."""
+
+    transition: Tensor
+    passed: Tensor | None
+    rest: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, saved: tuple[Tensor | None, ...]) -> SpansLeft:
+        transition, passed, *rest = saved
+        assert transition is not None
+        return cls(transition, passed, tuple(rest))
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        return (self.transition, self.passed, *self.rest)
 
 
 @dataclass(frozen=True)
 class ScannedSpans:
-    """One rank's tokens under a delta rule, where states are exchanged."""
+    """One rank's tokens under a rule, where states are exchanged; `call` is what `kernels` take."""
 
+    kernels: SpanKernels
     plan: SpanPlan
-    call: GDNCall
+    call: Any
     use: OutputUse
 
     prepares: ClassVar[bool] = False
     crosses: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse) -> ScannedSpans:
-        call = gdn_spans.call_of(inputs, cu, scale)
-        rows = inputs.v.shape[0]
-        spans = Runs(call.length, CHUNK, call.count // rows, 1, None, None) if call.runs is None else call.runs
-        return cls(SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
+    def of(
+        cls, kernels: SpanKernels, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse
+    ) -> ScannedSpans:
+        call, spans = kernels.cut(inputs, cu, scale)
+        return cls(kernels, SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[FoundMaps] | None = None) -> Summary[FoundMaps]:
-        plan, found = self.plan, FoundMaps(gdn_spans.maps(self.call)) if known is None else known.found
+        plan, found = self.plan, FoundMaps(self.kernels.maps(self.call)) if known is None else known.found
         _, leaving = prefix(plan, found.maps, plan.state(S0), False, enter=False)
         return Summary(transitions_of_pieces(plan, found.maps) if through else None, leaving, found)
 
@@ -75,10 +92,11 @@ class ScannedSpans:
     def output(
         self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
     ) -> Output:
-        maps = gdn_spans.maps(self.call) if summary is None else summary.found.maps
+        maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
         entered = self._entered(maps, S0, border, False)
-        o, kept = gdn_spans.output(self.call, entered.entering, self.use.saved)
-        return Output(o, entered.leaving, () if kept is None else tuple(kept))
+        o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
+        left = SpansLeft(maps.transition, entered.passed, saved).flat if self.use.saved else ()
+        return Output(o, entered.leaving, left)
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
         found = FoundMaps(self._maps_back(backward))
@@ -96,25 +114,27 @@ class ScannedSpans:
         border: Border | None = None,
     ) -> InputGradients:
         maps = self._maps_back(backward) if adjoint is None else adjoint.found.maps
-        entered = self._entered(maps, dS_end, border, True)
-        grads = gdn_spans.gradients(self.call, entered.entering, _kept(backward), _read(backward.do))
+        left = SpansLeft.of(backward.saved)
+        entered = self._entered(maps, dS_end, border, True, left.passed)
+        grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
     def _maps_back(self, backward: Backward) -> SpanMaps:
-        return gdn_spans.maps_back(self.call, _kept(backward), _read(backward.do))
+        left = SpansLeft.of(backward.saved)
+        own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
+        return SpanMaps("dense", own, left.transition, True)
 
-    def _entered(self, maps: SpanMaps, S: Tensor | None, border: Border | None, reverse: bool) -> Entered:
+    def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
+        """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
+        return len(saved) == len(SpansLeft._fields) - 1 + self.kernels.left
+
+    def _entered(
+        self, maps: SpanMaps, S: Tensor | None, border: Border | None, reverse: bool, passed: Tensor | None = None
+    ) -> Entered:
         S = self.plan.state(S)
         if border is None:
             return Entered(*prefix(self.plan, maps, S, reverse))
-        return cross(self.plan, maps, S, reverse, border)()
-
-
-def _kept(backward: Backward) -> KeptChunks:
-    """What the forward left, without which these are not asked for gradients."""
-    kept = KeptChunks.of(backward.saved)
-    assert kept is not None
-    return kept
+        return cross(self.plan, maps, S, reverse, border, passed=passed)()
 
 
 def _read(do: Tensor) -> Tensor:

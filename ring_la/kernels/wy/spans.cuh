@@ -105,6 +105,14 @@ INLINE void begin_with(float (&S)[16][4], const float* from, int w, int lane) { 
     for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
 }
 
+INLINE void put_state(const float (&S)[16][4], float* to, int w, int lane) {  // [K, V]
+  const int tq = lane & 3, v = w * 16 + (lane >> 2);
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
+}
+
 // Where state i of many lies, as these warps hold it
 INLINE float4* held(const float* all, u64 i, int w, int lane) { return (float4*)(all + i * (D * D)) + w * 32 + lane; }
 INLINE void store(const float (&S)[16][4], float4* to) {
@@ -129,7 +137,6 @@ template <class Args> INLINE void take(float (&S)[16][4], const Args& a, int s, 
 // the caller.
 template <class Args>
 INLINE void leave(const float (&S)[16][4], const Args& a, int piece, int over, int s, int next, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
   if (!over) {
     if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, next, h)) != 1);
     between_warps();  // one thread asks, so that all do the same
@@ -140,11 +147,7 @@ INLINE void leave(const float (&S)[16][4], const Args& a, int piece, int over, i
     }
   } else if (a.S1) {
     leave_empty(a, piece, h, w * 32 + lane);
-    float* to = a.S1 + ((u64)piece * a.H + h) * (D * D);
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
+    put_state(S, a.S1 + ((u64)piece * a.H + h) * (D * D), w, lane);
   }
 }
 

@@ -30,10 +30,6 @@ SHORT = 4096
 graphs, forward + backward: 0.84 (causal) and 0.87 (full) of one stream's time at 1,152 tokens, 0.93 and 0.99 at 4,096;
 longer ones were not timed. Eagerly hosts are what calls wait for, and a second stream costs them up to 0.5 ms."""
 
-UNEVEN = False
-"""Whether calls of documents or windows on more tokens than that take two streams as well, captured or not: their
-programs are of all lengths, so that a kernel's last ones leave much idle."""
-
 
 class Copied:
     """Every owner's keys by its copy engines.
@@ -103,8 +99,4 @@ class Copied:
             return False
         if self.two_streams is not None:
             return self.two_streams
-        if not q.is_cuda:
-            return False
-        if q.shape[1] <= SHORT:
-            return torch.cuda.is_current_stream_capturing()
-        return UNEVEN and job.uneven
+        return q.is_cuda and q.shape[1] <= SHORT and torch.cuda.is_current_stream_capturing()

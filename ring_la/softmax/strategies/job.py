@@ -52,12 +52,6 @@ class AttentionJob:
         reach = self.scores.reach
         return tuple(tuple(sees(Pair(rows, keys, reach)) for keys in self.keys) for rows in self.rows)
 
-    @cached_property
-    def uneven(self) -> bool:
-        """Whether documents or a window bound what queries see."""
-        runs = self.rows[self.rank].runs
-        return self.scores.reach.windowed or runs is None or len({r.document for r in runs}) > 1
-
     def against(self, keys: Tokens) -> Pair:
         """This rank's queries and keys that stand so."""
         return Pair(self.rows[self.rank], keys, self.scores.reach)

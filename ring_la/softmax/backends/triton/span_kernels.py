@@ -73,7 +73,7 @@ def forward(
             s = tl.where((keys[None, :] >= low) & (keys[None, :] < high), s, -float("inf"))
         new = tl.maximum(top, tl.max(s, 1) * factor)
         safe = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(s * factor - safe[:, None])
+        p = tl.exp2(tl.fma(s, factor, -safe[:, None]))
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(p, 1)
         v = V.load([b, start + n * BN, g, 0]).reshape(BN, BV)
@@ -123,7 +123,7 @@ def backward_keys(
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             if SUMS:
                 s += ck + CQ.load([of_head + start + n * BM])[None, :]
-            p = tl.exp2(s * factor - lse)
+            p = tl.exp2(tl.fma(s, factor, -lse))
             if (n < whole) | (n >= until):
                 p = tl.where((rows[None, :] >= low) & (rows[None, :] < high), p, 0.0)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -176,7 +176,7 @@ def backward_queries(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SUMS:
             s += cq + tl.load(CK + tl.minimum(keys, Tk - 1))[None, :]
-        p = tl.exp2(s * factor - lse)
+        p = tl.exp2(tl.fma(s, factor, -lse))
         if (n < whole) | (n >= until):
             p = tl.where((keys[None, :] >= low) & (keys[None, :] < high), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)

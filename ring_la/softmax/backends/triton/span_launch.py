@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,8 @@ from .launch import BlockCall, OfSums, padded
 from .table import TileSettings
 
 if TYPE_CHECKING:
-    from ....kernels.runtime.streams import SideStream
     from ....kernels.runtime.triton_version import TensorDescriptor
 
-BESIDE = False
-"""Whether the two backward kernels of a block run on two streams: where one's last programs leave multiprocessors idle,
-the other one's take them."""
 PROGRAMS = 0
 """Programs of four warps that go together at least, the dearest first: those of as many heads as it takes, so that a
 kernel ends evenly. 0: of one head."""
@@ -32,14 +28,8 @@ def _has_copy_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-@functools.cache
-def _beside(device: torch.device) -> SideStream:
-    from ....kernels.runtime.streams import SideStream
-
-    return SideStream(torch.cuda.Stream(device))
-
-
-def _aligned(x: Tensor) -> bool:
+def fetchable(x: Tensor) -> bool:
+    """Whether descriptors can be of it."""
     steps = (stride * x.element_size() for stride in x.stride()[:3])
     return x.numel() > 0 and x.data_ptr() % BOUNDARY == 0 and all(step % BOUNDARY == 0 for step in steps)
 
@@ -47,18 +37,29 @@ def _aligned(x: Tensor) -> bool:
 class OfSpans(BlockCall):
     """The kernels of spans (`span_kernels`)."""
 
+    options: ClassVar[dict[str, Any]] = {}
+    """Of Triton's compiler."""
+
     @property
-    def possible(self) -> bool:
-        """Whether they do this block: spans are all there is to its scores, and its tiles can be fetched (on GPUs of 16
-        bits a number and K = V without padding: others have not been tried)."""
+    def tried(self) -> bool:
+        """Whether they are for such heads: on GPUs of 16 bits a number and K = V without padding."""
         q, K, V = self.q, self.q.shape[3], self.v.shape[3]
         tried = q.element_size() == 2 and K == V == self.width and _has_copy_engine(q.device) if q.is_cuda else True
-        return (
-            max(64, self.width) in table.SPANS_FORWARD
-            and tried
-            and spans.simple(self.pair, self.scores)
-            and all(map(_aligned, (q, self.k, self.v, self.o)))
-        )
+        return max(64, self.width) in table.SPANS_FORWARD and tried
+
+    @property
+    def possible(self) -> bool:
+        """Whether they do this block: spans are all there is to its scores, and its tiles can be fetched."""
+        tensors = self.q, self.k, self.v, self.o
+        return self.tried and spans.simple(self.pair, self.scores) and all(map(fetchable, tensors))
+
+    def of_queries(self, how: TileSettings) -> spans.SpanWork:
+        """Items of queries, and their walks."""
+        return spans.of_queries(self.pair, how.rows, how.keys)
+
+    def of_keys(self, how: TileSettings) -> spans.SpanWork:
+        """Items of keys, and their walks."""
+        return spans.of_keys(self.pair, how.rows, how.keys)
 
     def forward(self, o: Tensor, lse: Tensor) -> None:
         """Write o and lse."""
@@ -69,33 +70,24 @@ class OfSpans(BlockCall):
     def backward(self, lse: Tensor, delta: Tensor, grads: tuple[Tensor, ...], of_sums: OfSums) -> None:
         """Write dq, dk and dv, and the gradients of sums."""
         from ....kernels.runtime.launch import filled
-        from ....kernels.runtime.streams import join
         from . import span_kernels
 
         dq, dk, dv = grads
         dcq, dck = filled(*(of_sums or (None, None)), by=dq)
-        side = _beside(dq.device) if BESIDE and dq.is_cuda else None
-        self.over_queries(span_kernels.backward_queries, table.SPANS_QUERIES, self.o, lse, delta, dq, dcq, side=side)
         self.over_keys(span_kernels.backward_keys, table.SPANS_KEYS, lse, delta, dk, dv, dck)
-        join(side)
+        self.over_queries(span_kernels.backward_queries, table.SPANS_QUERIES, self.o, lse, delta, dq, dcq)
 
-    def over_queries(
-        self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor, side: SideStream | None = None
-    ) -> None:
-        """One program for each item of queries and head; tiles of keys are fetched. What is on the current stream so
-        far comes before."""
-        from ....kernels.runtime.streams import aside
-
+    def over_queries(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
+        """One program for each item of queries and head; tiles of keys are fetched."""
         how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
-        work = spans.of_queries(self.pair, how.rows, how.keys)
+        work = self.of_queries(how)
         tensors = [q, _tiles(k, how.keys), _tiles(v, how.keys), *more]
-        with aside(side):
-            self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors, self.of_sums)
+        self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors, self.of_sums)
 
     def over_keys(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
         """One program for each item of keys and key head; tiles of queries are fetched, and their numbers."""
         how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
-        work, (lse, delta, *results) = spans.of_keys(self.pair, how.rows, how.keys), more
+        work, (lse, delta, *results) = self.of_keys(how), more
         numbers = [_numbers(x, how.rows) for x in (lse, delta)]
         of_sums = self.of_sums and (_numbers(self.of_sums[0], how.rows), self.of_sums[1])
         tensors = [_tiles(q, how.rows), k, v, _tiles(self.o, how.rows), *numbers, *results]
@@ -112,7 +104,7 @@ class OfSpans(BlockCall):
             kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, together, _length(q.shape[1]), *self.strides,
             BM=how.rows, BN=how.keys, **self.shared,
-            num_warps=how.warps, num_stages=how.stages, tensors="any",
+            num_warps=how.warps, num_stages=how.stages, tensors="any", **self.options,
         )  # fmt: skip
 
 

@@ -1,0 +1,168 @@
+"""What the launches in CUDA C++ on Hopper do where states meet those of other ranks (see `scanned_spans`): a launch
+finds what spans do to a state, another goes over all spans at once, each from what enters it, and backward the same.
+
+What the maps' launches leave out (see `maps.cuh`) the others do not ask for: both decide alike, by the same bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ring_la.kernels.protocol import Inputs, SpanMaps
+from ring_la.kernels.spans.heads import summed
+from ring_la.kernels.spans.runs import Runs
+from ring_la.kernels.wy import gdn_launches, kda_launches
+from ring_la.kernels.wy.gdn_launches import GDNCall, KeptChunks
+from ring_la.kernels.wy.kda_launches import HEAD, KDACall, Passing
+
+Saved = tuple[Tensor | None, ...]
+
+
+class Cut(NamedTuple):
+    """A call as a rule's kernels take it, and its spans; of rows that are cut evenly those of one row."""
+
+    call: Any
+    spans: Runs
+
+
+class SpanKernels(Protocol):
+    """A rule's launches. States are those of spans ``[B, NS, H, K, V]``.
+
+    Attributes:
+        left: how many tensors `output` leaves for the gradients.
+    """
+
+    left: ClassVar[int]
+
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
+        """The call; all of its spans have one length."""
+        ...
+
+    def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
+        """Whether there is room for what gradients take."""
+        ...
+
+    def maps(self, call: Any) -> SpanMaps:
+        """What each span does to the state that enters it."""
+        ...
+
+    def output(self, call: Any, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
+        """o, and if `keep` what the gradients take, of the states that enter the spans."""
+        ...
+
+    def added_back(self, call: Any, saved: Saved, do: Tensor) -> Tensor:
+        """What each span adds to the gradient of the state that enters it."""
+        ...
+
+    def gradients(self, call: Any, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
+        """Those of the inputs, of the gradients of the states that leave the spans."""
+        ...
+
+
+def _cut(call: GDNCall | KDACall, chunk: int) -> Cut:
+    rows = call.inputs.v.shape[0]
+    return Cut(call, Runs(call.length, chunk, call.count // rows, 1, None, None) if call.runs is None else call.runs)
+
+
+def _heads(call: GDNCall | KDACall) -> range:
+    return range(call.inputs.v.shape[2])
+
+
+def _room(call: GDNCall | KDACall) -> Tensor:
+    """For a state of every span, or its transition."""
+    B, _, H, _ = call.inputs.v.shape
+    return call.new(B, call.count // B, H, HEAD, HEAD)
+
+
+def _by_key_head(call: GDNCall | KDACall, found: Inputs) -> Inputs:
+    """Gradients of q and k summed over the value heads that share them."""
+    H, HK = call.inputs.v.shape[2], call.inputs.q.shape[2]
+    if H == HK:
+        return found
+    return found._replace(q=summed(found.q, HK, found.q.dtype), k=summed(found.k, HK, found.k.dtype))
+
+
+class DeltaSpans:
+    """The delta rule's and the gated delta rule's."""
+
+    left: ClassVar[int] = 3
+
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
+        return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
+
+    def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
+        return gdn_launches.keeps(inputs, cu)
+
+    def maps(self, call: GDNCall) -> SpanMaps:
+        found = SpanMaps("dense", _room(call), _room(call), True)
+        kernel = gdn_launches.forward_kernel(False, *call.defines, maps=True)
+        passing = Passing(found.own, found.transition, maps=True)
+        call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
+        return found
+
+    def output(self, call: GDNCall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
+        o, heads = torch.empty_like(call.inputs.v), _heads(call)
+        kept = gdn_launches.room(call, len(heads)) if keep else (None,) * 3
+        passing = Passing(entering, given=True)
+        call.launch(gdn_launches.forward_kernel(keep, *call.defines), heads, o, (None, None), kept, passing=passing)
+        return o, tuple(kept) if keep else ()
+
+    def added_back(self, call: GDNCall, saved: Saved, do: Tensor) -> Tensor:
+        found, (states, writes, pairs) = _room(call), saved
+        kernel = gdn_launches.backward_kernel(*call.defines, maps=True)
+        passing = Passing(found, maps=True)
+        kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)
+        call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
+        return found
+
+    def gradients(self, call: GDNCall, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
+        to, (states, writes, pairs) = gdn_launches.results(call), saved
+        kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
+        passing = Passing(entering, given=True)
+        call.launch(
+            gdn_launches.backward_kernel(*call.defines), _heads(call), None, (None, None), kept, further, passing
+        )
+        return _by_key_head(call, to)
+
+
+class KDASpans:
+    """KDA's by a bounded gate. What is kept is what enters the spans, from which the backward makes chunks' states."""
+
+    left: ClassVar[int] = 1
+
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
+        return _cut(KDACall.of(inputs, cu, scale, inputs.v.shape[2]), kda_launches.CHUNK)
+
+    def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
+        return True
+
+    def maps(self, call: KDACall) -> SpanMaps:
+        found = SpanMaps("dense", _room(call), _room(call), True)
+        passing = Passing(found.own, found.transition, maps=True)
+        call.launch("forward", _heads(call), None, (None, None), passing=passing)
+        return found
+
+    def output(self, call: KDACall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
+        o = torch.empty_like(call.inputs.v)
+        call.launch("forward", _heads(call), o, (None, None), passing=Passing(entering, given=True))
+        return o, (entering,) if keep else ()
+
+    def added_back(self, call: KDACall, saved: Saved, do: Tensor) -> Tensor:
+        found, further = _room(call), (do, *(None,) * 5)
+        passing = Passing(found, maps=True)
+        call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
+        return found
+
+    def gradients(self, call: KDACall, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
+        to, (before,) = kda_launches.results(call), saved
+        further = (do, *to.qkv, to.g, to.beta)
+        for heads, kept in kda_launches.by_group(call):
+            call.launch("states", heads, None, (None, None), kept, passing=Passing(before, given=True))
+            call.launch("backward", heads, None, (None, None), kept, further, Passing(entering, given=True))
+        return _by_key_head(call, to)
+
+
+DELTA, KDA = DeltaSpans(), KDASpans()
