@@ -88,7 +88,7 @@ def comba(
     def ahead(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         g = g.clamp(min=least_decay(p.dtype))
         wide = torch.promote_types(p.dtype, g.dtype)
-        return (p.to(wide) * torch.exp(-g.to(wide))[..., None]).to(p.dtype), g
+        return (p * torch.exp(-g.to(wide))[..., None]).to(p.dtype), g  # the product is wide
 
     erased, g = by_block(ahead, p, g, layout=options.layout)
     return erase_and_write(Inputs(q, k, v, g, beta, erased), options)
