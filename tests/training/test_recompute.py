@@ -113,3 +113,8 @@ def test_results_of_attention_are_kept(kinds, monkeypatch):
     for p, theirs in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, theirs, rtol=1e-12, atol=1e-14)
     assert len(calls) == 2
+
+
+def test_another_model_is_refused():
+    with pytest.raises(ArgumentError, match="model: expected a HybridLM .*, got Linear"):
+        recompute(torch.nn.Linear(2, 2), ["mlp"])
