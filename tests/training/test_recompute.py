@@ -116,5 +116,5 @@ def test_results_of_attention_are_kept(kinds, monkeypatch):
 
 
 def test_another_model_is_refused():
-    with pytest.raises(ArgumentError, match="model: expected a HybridLM .*, got Linear"):
+    with pytest.raises(ArgumentError, match=r"model: expected a HybridLM .*, got Linear"):
         recompute(torch.nn.Linear(2, 2), ["mlp"])
