@@ -32,6 +32,7 @@ from ring_la.comm.group import TRANSPORTS
 from ring_la.errors import ArgumentError
 from ring_la.scan import Chain
 
+from ..options import counts, names
 from ..timing import Step, captured, in_turns, speeds
 from .arms import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
 from .report import Case, Report
@@ -42,13 +43,15 @@ CHECKED = {"cuda": 1024, "cpu": 192}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ops", default=",".join(OPS))
-    parser.add_argument("--gates", default="trained,none", help='half-lives of 16 to 65,536 tokens ("trained"), none')
-    parser.add_argument("--ranks", default="", help="group sizes; default: all ranks")
-    parser.add_argument("--lengths", default="", help="tokens a rank, comma-separated; default 16384,4096 (CPU: 256)")
-    parser.add_argument("--totals", default="", help="tokens of the whole sequence, comma-separated")
+    parser.add_argument("--ops", type=names(OPS), default=",".join(OPS))
+    gates = 'half-lives of 16 to 65,536 tokens ("trained"), none'
+    parser.add_argument("--gates", type=names(("trained", "none")), default="trained,none", help=gates)
+    parser.add_argument("--ranks", type=counts, default=[], help="group sizes, comma-separated; default: all ranks")
+    lengths = "tokens a rank, comma-separated; default 16384,4096 (CPU: 256)"
+    parser.add_argument("--lengths", type=counts, default=[], help=lengths)
+    parser.add_argument("--totals", type=counts, default=[], help="tokens of the whole sequence, comma-separated")
     parser.add_argument("--arms", default="", help="only arms whose names start with one of these, comma-separated")
-    parser.add_argument("--skip", default="", help="op:arm, comma-separated, such as kda:FLA")
+    parser.add_argument("--skip", type=pairs, default=[], help="op:arm, comma-separated, such as kda:FLA")
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--heads", type=count, default=32)
     parser.add_argument("--width", type=count, default=128, help="K and V")
@@ -62,15 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in names(args.ops):
-        if name not in OPS:
-            raise ArgumentError("--ops", f"names out of {', '.join(OPS)}", name)
     if args.compile:
-        compile_all(names(args.ops), (CHECKED["cuda"], args.heads, args.width))
+        compile_all(args.ops, (CHECKED["cuda"], args.heads, args.width))
         return 0
     with job():
+        if (most := max(args.ranks, default=1)) > dist.get_world_size():
+            raise ArgumentError("--ranks", f"at most {dist.get_world_size()}, the ranks there are", most)
         report = Report(args)
-        for P in sorted({int(n) for n in names(args.ranks)} or {dist.get_world_size()}, reverse=True):
+        for P in sorted(set(args.ranks) or {dist.get_world_size()}, reverse=True):
             group = dist.new_group(list(range(P)))
             alone = [dist.new_group([rank]) for rank in range(P)]
             if dist.get_rank() < P:
@@ -91,8 +93,13 @@ def compile_all(ops: list[str], shape: tuple[int, int, int]) -> None:
             sum(t.float().sum() for t in out if t is not None).backward()
 
 
-def names(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
+def pairs(text: str) -> list[tuple[str, str]]:
+    """op:arm, comma-separated; none of an empty text."""
+    found = [(word, *word.partition(":")) for word in text.split(",") if word]
+    for word, op, _, arm in found:
+        if op not in OPS or not arm:
+            raise argparse.ArgumentTypeError(f"expected op:arm, ops out of {', '.join(OPS)}, got {word!r}")
+    return [(op, arm) for _, op, _, arm in found]
 
 
 def bench(team: Team, args: argparse.Namespace, report: Report) -> None:
@@ -102,10 +109,10 @@ def bench(team: Team, args: argparse.Namespace, report: Report) -> None:
     report.group(P, cost)
     if not report.speeds:
         report.speeds = speeds(team.group)
-    lengths = [int(n) for n in names(args.lengths)] + [int(n) // P for n in names(args.totals)]
+    lengths = args.lengths + [n // P for n in args.totals]
     for T in lengths or ([16384, 4096] if cuda else [256]):
-        for name in names(args.ops):
-            for gates in gate_kinds(name, names(args.gates)):
+        for name in args.ops:
+            for gates in gate_kinds(name, args.gates):
                 late = torch.tensor([time.monotonic() - report.start > args.budget], device=team.group.device)
                 if team.group.all_reduce(late.float()).wait().item():
                     report.say(f"{name} {gates} P={P} T={T}: no time left")
@@ -113,7 +120,7 @@ def bench(team: Team, args: argparse.Namespace, report: Report) -> None:
                 measure(team, Case(name, gates, P, T, ""), args, report)
                 if cuda:
                     torch.cuda.empty_cache()
-    for kind in dict.fromkeys(TRANSITIONS[name] for name in names(args.ops)) if P > 1 else ():
+    for kind in dict.fromkeys(TRANSITIONS[name] for name in args.ops) if P > 1 else ():
         like = Affine(kind, None, torch.empty(1, args.heads, args.width, args.width, device="meta"))
         case = Case(kind, "", P, 0, "exchange")
         report.add(case, in_turns(exchanges(team.group, like), team.group, **how(args)), predictions(team, like), {})
@@ -144,9 +151,11 @@ def checked(
     team: Team, case: Case, dtype: torch.dtype, args: argparse.Namespace
 ) -> tuple[dict[str, Call], dict[str, str]]:
     """(arms to time, {arm: why it is not timed}): an arm must agree with the whole sequence's fp64 run first."""
-    calls = team.arms(case.op, case.T, names(args.arms))
+    calls = team.arms(case.op, case.T, which := [word for word in args.arms.split(",") if word])
+    if not calls:
+        raise ArgumentError("--arms", f"beginnings of {', '.join(team.arms(case.op, case.T))}", ",".join(which))
     known = team.refused.setdefault((case.op, case.gates), {})
-    for op, arm in (word.split(":", 1) for word in names(args.skip)):
+    for op, arm in args.skip:
         known |= {label: "skipped" for label in calls if op == case.op and label.startswith(arm)}
     for label, why in refusals(team, case, dtype, args, [n for n in calls if n not in (*UNSPLIT, *known)]).items():
         known[label] = why

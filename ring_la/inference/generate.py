@@ -82,8 +82,8 @@ class Sampler:
 def key_store(model: HybridLM, cp: ContextParallel | None = None) -> KeyStore:
     """Room for keys of a model's sequences, each token's on the rank that reads it.
 
-    Keys and values, latents, and keys of blocks are shared out over the ranks; what recurrences remember, which has one
-    size, is on each.
+    Keys and values, latents, and keys of blocks are shared out over the ranks of `cp` (None: this process has all);
+    what recurrences remember, which has one size, is on each.
     """
     layers = [block.layer for block in model.blocks if isinstance(block.layer, KeyedLayer)]
     weight = model.embedding.weight
@@ -134,12 +134,16 @@ def _with_room(
         raise ArgumentError("layout", "one, where keys stay on the rank that reads them", "None")
     if before is not None:
         return _on(before.extended(layout), states or [])
-    assert keys is not None
+    layers = [block.layer.key_size for block in model.blocks if isinstance(block.layer, KeyedLayer)]
+    if not isinstance(keys, KeyStore):
+        raise ArgumentError("keys", "a KeyStore or None", type(keys).__name__)
+    if keys.sizes != layers:
+        raise ArgumentError("keys", f"a store of this model's layers, {layers} (key_store)", f"one of {keys.sizes}")
     if states is not None:
         raise ArgumentError("keys", "None where states are given that have theirs", "a KeyStore")
     new = keys.open(layout.num_documents if layout.packed else rows).extended(layout)
-    layers = iter(range(len(keys.sizes)))
-    return [new[next(layers)] if isinstance(block.layer, KeyedLayer) else None for block in model.blocks]
+    numbers = iter(range(len(layers)))
+    return [new[next(numbers)] if isinstance(block.layer, KeyedLayer) else None for block in model.blocks]
 
 
 def _rows(states: list[Any] | None) -> KeyRows | None:

@@ -150,7 +150,11 @@ class KeyRows:
         self.puts.append(Put(0, tokens, self.held[row].add(runs, length)))
 
     def extended(self, layout: ShardedLayout) -> KeyRows:
-        """The sequences with the tokens of a layout more (packed: of each document), which layers will `put`."""
+        """The sequences with the tokens of a layout more (packed: of each document), which layers will `put`. An
+        `ArgumentError` refuses a layout over others than the store's ranks."""
+        cp, own = layout.cp, self.store
+        if (cp.size, cp.rank) != (own.ranks, own.rank):
+            raise ArgumentError("layout", f"one over the {own.ranks} rank(s) of the store's cp", f"{cp.size} others")
         rows = self.chosen(range(len(self)))
         positions, packed = layout.positions_of(layout.tokens()), layout.packed
         documents = layout.documents_of(layout.tokens()) if packed else None

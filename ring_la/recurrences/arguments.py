@@ -6,8 +6,8 @@ any other letter is a size of the recurrence's own. Checks, the token loop, exam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -81,6 +81,29 @@ def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, Any])
         if x.device != first.device:
             raise ArgumentError(name, f"a tensor on {first.device}", x.device)
     return sizes
+
+
+def check_heads(arguments: Mapping[str, Argument], given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Refuse, by name, a tensor of H heads that comes with G."""
+    for name, argument in arguments.items():
+        wanted = [sizes[letter] for letter in argument.shape] if name in given else []
+        if wanted and list(given[name].shape) != wanted:
+            raise ArgumentError(name, f"{argument} = {wanted}", list(given[name].shape))
+
+
+def check_declared(arguments: Mapping[str, Argument], names: Collection[str], reserved: Collection[str]) -> None:
+    """Refuse a description whose arguments, by name, are not those that are declared of it, or are `reserved`."""
+    for name in names:
+        if name in reserved:
+            raise ArgumentError(name, "a name that is no common keyword's", f"one of {', '.join(reserved)}")
+    for name, argument in arguments.items():
+        if name not in names:
+            raise ArgumentError("arguments", f"names out of the description's, {', '.join(names)}", repr(name))
+        letters = isinstance(argument, Argument) and argument.shape
+        if not letters or not letters.isalpha() or not letters.isupper():
+            raise ArgumentError(name, "an Argument whose shape is capital letters, a dimension each", repr(argument))
+        if not callable(argument.kind) and argument.kind not in get_args(Kind):
+            raise ArgumentError(name, f"a kind out of {', '.join(get_args(Kind))}, or a function", repr(argument.kind))
 
 
 def state_dtype_of(given: Mapping[str, object]) -> torch.dtype:

@@ -24,13 +24,13 @@ from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..blockwise import at_once, by_block, by_element, fixed
 from ..context import ShardedLayout
 from ..context.handle import enter
-from ..errors import RingLAError, UnsupportedError
+from ..errors import ArgumentError, RingLAError, UnsupportedError
 from ..kernels import state_dtype
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
 from . import composed_operator
 from .agreement import Flags
-from .arguments import Argument, check_arguments
+from .arguments import Argument, check_arguments, check_declared, check_heads
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 from .operator import RecurrenceOthers, names_of, split_recurrence
@@ -85,6 +85,7 @@ def recurrence(
 
     def define(describe: Callable[..., Any]) -> Public:
         name = describe.__name__
+        check_declared(arguments, _own(describe).parameters, inspect.signature(CommonOptions).parameters)
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
             loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
@@ -158,14 +159,7 @@ def _run(
     def described() -> Recurrence:
         if transformed() and options.backend != "reference":
             refuse_transforms(_given(call, options))
-        try:
-            return call()
-        except RingLAError:
-            raise
-        except Exception:  # before any check: of tensors that are not what the definition says, its words say more
-            given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
-            check_arguments(definition.arguments, {n: x for n, x in given.items() if n in definition.arguments})
-            raise
+        return _described(definition, call)
 
     found = agreed(definition.name, described, options, flags)
     r = found.r
@@ -176,6 +170,22 @@ def _run(
         return _by_block(definition, call, r, options, scale)
     out = compute(found, scale, options)
     return LinearAttentionOutput(r.read(out.o), out.final_state)
+
+
+def _described(definition: Definition, call: functools.partial[Recurrence]) -> Recurrence:
+    """What a description makes of a call's arguments."""
+    try:
+        found = call()
+    except RingLAError:
+        raise
+    except Exception:  # before any check: of tensors that are not what the definition says, its words say more
+        given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
+        own = {n: x for n, x in given.items() if n in definition.arguments}
+        check_heads(definition.arguments, own, check_arguments(definition.arguments, own))
+        raise
+    if not isinstance(found, Recurrence):
+        raise ArgumentError(definition.name, "a description that returns a Recurrence", type(found).__name__)
+    return found
 
 
 def _by_block(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..context import ContextParallel
+from ..errors import ArgumentError, describe_tensor
 from ..outputs import LinearAttentionOutput
 from ..recurrences.definition import Definition
 from ..scan import STRATEGIES
@@ -119,9 +120,14 @@ def check_recurrence(
 
     Raises:
         AssertionError: an error is larger, by case and tensor. ValueError: the recurrence has no reference.
+        ArgumentError: what is no recurrence, or no case.
     """
-    definition: Definition = function.definition  # type: ignore[attr-defined]
-    bad = []
+    if not isinstance(definition := getattr(function, "definition", None), Definition):
+        raise ArgumentError("function", "one that ring_la.define.recurrence made", describe_tensor(function))
+    documents, bad = tuple(documents), []
+    for name in documents:
+        if name not in DOCUMENTS:
+            raise ArgumentError("documents", f"names out of {', '.join(DOCUMENTS)}", repr(name))
     for name in documents:
         truth = Truth(definition, name, dtype)
         for case, found in _cases(function, truth, group, kinds, scans):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..context import ContextParallel
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DisagreementError
 
 BUCKET = 1 << 25
 """Numbers in one message."""
@@ -22,11 +23,14 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
     together. Of weights cut by tensor parallelism this rank's parts are summed: the ranks of `cp` have the same ones.
 
     Raises:
-        ArgumentError: a sparse gradient.
+        ArgumentError: a sparse gradient, or no parameters. DisagreementError: the ranks bring other parameters.
     """
-    wanted = [p for p in parameters if p.requires_grad]
-    if cp.size == 1 or not wanted:
+    given = parameters_of(parameters)
+    if not isinstance(cp, ContextParallel):
+        raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
+    if cp.size == 1:
         return
+    wanted = [p for p in given if p.requires_grad]
     for p in wanted:
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ArgumentError("parameters", "dense gradients", p.grad.layout)
@@ -40,13 +44,30 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
             part.copy_(grad.view(part.shape))
 
 
+def parameters_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters as a list, of which there is one at least."""
+    if isinstance(parameters, nn.Module):
+        raise ArgumentError("parameters", "parameters, such as model.parameters()", type(parameters).__name__)
+    found = list(parameters)
+    if not found:
+        hint = "What model.parameters() returns can be gone through once: call it again"
+        raise ArgumentError("parameters", "at least one", "none", hint)
+    return found
+
+
 def _somewhere(parameters: list[nn.Parameter], cp: ContextParallel) -> list[bool]:
     """Of each parameter whether a rank has a gradient. The hosts tell each other: none waits for its device."""
+    kinds = hashlib.blake2b(str([(*p.shape, p.dtype) for p in parameters]).encode(), digest_size=8).hexdigest()
     try:
-        told = cp.comm.agreement.tell("".join("01"[p.grad is not None] for p in parameters))
+        told = cp.comm.agreement.tell(f"{kinds} " + "".join("01"[p.grad is not None] for p in parameters))
     except RuntimeError as error:
         raise cp.comm.watch.error("comparing gradients", error) from error
-    return ["1" in there for there in zip(*told)]
+    of_ranks = [said.split(" ") for said in told]
+    if any(of_rank != kinds for of_rank, _ in of_ranks):
+        lines = [f"\n  rank {r}: {len(bits)}, hash {of_rank}" for r, (of_rank, bits) in enumerate(of_ranks)]
+        about = "the parameters that want gradients: their number, shapes, dtypes or order"
+        raise DisagreementError(f"the ranks of this group disagree on {about}:{''.join(lines)}")
+    return ["1" in there for there in zip(*(bits for _, bits in of_ranks))]
 
 
 def _local(x: Tensor | None) -> Tensor:

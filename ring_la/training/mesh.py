@@ -78,7 +78,7 @@ def axis_sizes(ranks: int, *, data: int = 1, fsdp: int = 1, context: int = -1) -
     """
     sizes = [data, fsdp, context]
     named = ", ".join(f"{name}={n}" for name, n in zip(AXES, sizes))
-    if sizes.count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
+    if sizes.count(-1) > 1 or any(not isinstance(n, int) or (n < 1 and n != -1) for n in sizes):
         raise ArgumentError("data, fsdp, context", "sizes ≥ 1, one of them −1 at most", named)
     known = 1
     for n in sizes:
@@ -112,20 +112,24 @@ def shard_parameters(
         average: gradients are averaged over all ranks, as the Trainer wants, and ``parallelize(average=True)`` with it.
 
     Raises:
-        UnsupportedError: a context rank without an expert, whose parts FSDP2 gives another shape.
+        ArgumentError: a module that is no part of `model`, or what is no mesh or dtype. UnsupportedError: a context
+            rank without an expert, whose parts FSDP2 gives another shape.
     """
-    experts = list(experts)
+    if blocks is None and not hasattr(model, "blocks"):
+        raise ArgumentError("blocks", f"modules of {type(model).__name__}, which has no `blocks`", None)
+    own: Any = model
+    experts, blocks = list(experts), list(own.blocks if blocks is None else blocks)
+    _check(model, mesh, blocks, experts, dtype)
     _refuse_without(experts, mesh.axes.size(2))
     gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)  # type: ignore[arg-type]
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
-    own: Any = model
     others = mesh.axes["data", "fsdp"] if mesh.axes.size(0) > 1 else mesh.axes["fsdp"]
     there = {p for m in experts for p in m.parameters()}
     if mesh.replicas > 1 or not all(dtype in (None, p.dtype) for p in there):
         there = set()
         for module in experts:
             fully_shard(module, mesh=others, mp_policy=gathered, shard_placement_fn=lambda p: Shard(1))
-    for block in own.blocks if blocks is None else blocks:
+    for block in blocks:
         fully_shard(block, mesh=ranks, mp_policy=gathered, ignored_params=there)
     fully_shard(model, mesh=ranks, mp_policy=gathered, ignored_params=there)
     for module in model.modules():
@@ -135,6 +139,19 @@ def shard_parameters(
     for name in filter(partial(hasattr, model), methods):
         register_fsdp_forward_method(model, name)
     return model
+
+
+def _check(model: nn.Module, mesh: object, blocks: list[nn.Module], experts: list[nn.Module], dtype: object) -> None:
+    """Refuse what is no part of the model, by name: FSDP2 would shard it, and leave the model as it is."""
+    if not isinstance(mesh, TrainingMesh):
+        raise ArgumentError("mesh", "a TrainingMesh", type(mesh).__name__)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError("dtype", "a floating torch.dtype or None", repr(dtype))
+    parts = set(model.modules())
+    for name, modules in (("blocks", blocks), ("experts", experts)):
+        for module in modules:
+            if module not in parts:
+                raise ArgumentError(name, f"modules of {type(model).__name__}", type(module).__name__)
 
 
 def _refuse_without(experts: list[nn.Module], ranks: int) -> None:

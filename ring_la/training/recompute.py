@@ -38,8 +38,11 @@ def recompute(
         keep_attention: results of softmax attention in what is recomputed are kept (`attention_kept`).
 
     Raises:
-        ArgumentError: a name that is none. UnsupportedError: chunks of a mixture of experts.
+        ArgumentError: a name that is none, or another model. UnsupportedError: chunks of a mixture of experts.
     """
+    if not hasattr(getattr(model, "config", None), "layers"):
+        expected = "a HybridLM (models of Transformers have gradient_checkpointing_enable)"
+        raise ArgumentError("model", expected, type(model).__name__)
     for kind in kinds:
         if kind not in ("mlp", "block", "norm", *LAYERS):
             raise ArgumentError("kinds", f"'mlp', 'block', 'norm' or names out of {', '.join(LAYERS)}", repr(kind))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,15 @@ def options(*words: str) -> argparse.Namespace:
 
 def test_what_is_measured_is_what_the_planner_knows():
     assert list(OPS) == list(TRANSITIONS)
+
+
+@pytest.mark.parametrize("word", ["--ops=x", "--gates=x", "--ranks=0", "--lengths=x", "--totals=0", "--skip=kda"])
+def test_wrong_words_are_named(word, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        options(word)
+    assert f"{word.partition('=')[0]}: expected " in capsys.readouterr().err
+    assert options("--skip=kda:FLA,").skip == [("kda", "FLA")]  # as launch/bench_scan.sh writes it, or empty
+    assert options("--skip=").skip == []
 
 
 def check_bench(rank: int, folder: str) -> list[dict]:

@@ -14,6 +14,7 @@ from torch import Tensor
 import ring_la
 from ring_la import reference
 from ring_la.algebra import Rule
+from ring_la.define import KEY, QUERY, RATE, VALUE, Argument
 from ring_la.kernels import Inputs
 from ring_la.kernels.operators import linear_recurrence, linear_recurrence_backward
 from ring_la.kernels.pytorch.chunked import CanonicalChunks, ChunkedRecurrence
@@ -21,6 +22,7 @@ from ring_la.linear import one_device
 from ring_la.recurrences import RECURRENCES as DEFINITIONS
 from ring_la.recurrences.definition import Recurrence
 from ring_la.recurrences.recurrence import recurrence
+from ring_la.testing import check_recurrence
 from tests.support.recurrence_cases import COMPOSED, RECURRENCES, error, make_inputs
 
 H, K, V = 4, 6, 5
@@ -374,3 +376,35 @@ def test_inference_mode_changes_nothing():
             y = {n: t.clone() if isinstance(t, Tensor) else t for n, t in x.items()}
             got = getattr(ring_la, r.name)(**y, cu_seqlens=torch.tensor([0, 4, 9])).o
         assert torch.equal(got, want), r.name
+
+
+def test_what_is_wrong_with_a_description_is_named():
+    def sink(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Recurrence:
+        """S ← S + k (v + s)ᵀ."""
+        return Recurrence(Rule("additive", "none"), Inputs(q, k, v + s[..., None]))
+
+    def scaled(q: Tensor, scale: float) -> Tensor:
+        """Nothing."""
+        return q * scale
+
+    declared = {"q": QUERY, "k": KEY, "v": VALUE, "s": RATE}
+    own = recurrence(paper="none", arguments=declared)(sink)
+    x = make_inputs("gated_delta_rule", 1, 9)
+    q, k, v, s = (x[n] for n in ("q", "k", "v", "beta"))
+    empty = recurrence(paper="none")(lambda q: q)
+    for match, wrong in {
+        r"s: expected \[B,T,H\] = \[1, 9, 4\], got \[1, 9, 2\]": lambda: own(q, k, v, s[..., :2]),
+        "expected a description that returns a Recurrence, got Tensor": lambda: empty(q),
+        "arguments: expected names out of the description's": lambda: recurrence(
+            paper="none", arguments=declared | {"p": KEY}
+        )(sink),
+        "scale: expected a name that is no common keyword's": lambda: recurrence(paper="none")(scaled),
+        "s: expected a kind out of": lambda: recurrence(
+            paper="none", arguments=declared | {"s": Argument("BTH", "rates")}
+        )(sink),
+        "s: expected an Argument": lambda: recurrence(paper="none", arguments=declared | {"s": Argument("bth")})(sink),
+        "documents: expected names out of": lambda: check_recurrence(ring_la.gla, documents=("none",)),
+        "function: expected one that": lambda: check_recurrence(sink),
+    }.items():
+        with pytest.raises(ring_la.ArgumentError, match=match):
+            wrong()

@@ -18,6 +18,7 @@ from ring_la.inference import (
     save_prompt,
     step,
 )
+from ring_la.models import HybridConfig, HybridLM
 from tests.support.generation import greedy, make, tokens
 from tests.support.pool import group
 
@@ -71,6 +72,27 @@ def test_keys_stay_on_their_ranks_and_all_decode(ranks, size, cu):
     got, model, ids = ranks.run(size, check_shared, cu), make(()), tokens(1 if cu else 2, 29)
     documents = [ids] if cu is None else [ids[:, a:b] for a, b in zip(cu, cu[1:])]
     assert got == [[row for x in documents for row in greedy(model, x, NEW).tolist()]] * size
+
+
+def check_other_stores(rank: int) -> list[str]:
+    """What is said of keys that would be another model's or another process's, as `key_store(model)`'s are."""
+    config = dict(vocab_size=19, dim=16, num_heads=2)
+    model, other = (HybridLM(HybridConfig(layers=layers, **config)) for layers in (["gdn", "attention"], ["gdn"]))
+    layout = ContextParallel(group(), scan="ring").layout(9)
+    said = []
+    for keys in (key_store(model), key_store(other, layout.cp), "keys"):
+        with pytest.raises(ArgumentError) as error:
+            prefill(model, layout.shard(tokens(1, 9)), layout=layout, keys=keys)
+        said.append(str(error.value))
+    return said
+
+
+def test_keys_of_other_ranks_or_another_model_are_refused(ranks):
+    one, other = ranks.run(2, check_other_stores)
+    assert one == other
+    assert one[0] == "layout: expected one over the 1 rank(s) of the store's cp, got 2 others"
+    assert one[1].startswith("keys: expected a store of this model's layers, [KeySize(")
+    assert one[2] == "keys: expected a KeyStore or None, got str"
 
 
 def check_saved(rank: int, folder: str) -> None:

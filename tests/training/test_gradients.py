@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import ring_la
 from ring_la import ContextParallel
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.training import gradients, sum_gradients
+from ring_la.training import clip_gradients, gradients, sum_gradients
 from tests.support.pool import group
 
 
@@ -51,3 +52,35 @@ def check_missing(rank: int) -> None:
 
 def test_a_rank_without_a_gradient_counts_as_zero(ranks):
     ranks.run(2, check_missing)
+
+
+def check_wrong(rank: int) -> list[str]:
+    cp, model = ContextParallel(group(), scan="ring"), nn.Linear(3, 2)
+    gone = model.parameters()
+    assert len([*gone]) == 2
+    model.weight.grad, model.bias.grad = torch.ones(2, 3), torch.ones(2)
+    fewer = [model.weight, model.bias][rank:]
+    turned = [model.weight, model.bias][:: 1 - 2 * rank]
+    with pytest.raises(ring_la.ArgumentError, match=r"parameters: expected at least one, got none\. What"):
+        sum_gradients(gone, cp)
+    with pytest.raises(ring_la.ArgumentError, match=r"parameters: expected parameters, .* got Linear"):
+        sum_gradients(model, cp)
+    with pytest.raises(ring_la.ArgumentError, match="parameters: expected at least one"):
+        clip_gradients(gone, 1.0)
+    with pytest.raises(ring_la.ArgumentError, match="most: expected a norm above 0"):
+        clip_gradients(model.parameters(), -1.0)
+    said = []
+    for different in (fewer, turned):
+        with pytest.raises(ring_la.DisagreementError) as error:
+            sum_gradients(different, cp)
+        said.append(str(error.value))
+    sum_gradients(model.parameters(), cp)
+    assert model.bias.grad.tolist() == [2.0, 2.0]
+    return said
+
+
+def test_wrong_parameters_are_named_on_every_rank(ranks):
+    said = ranks.run(2, check_wrong)
+    assert said[0] == said[1]
+    assert "rank 0: 2, hash" in said[0][0]
+    assert "rank 1: 1, hash" in said[0][0]

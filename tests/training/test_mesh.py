@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from ring_la import ArgumentError, ContextParallel
 from ring_la.models import HybridConfig, HybridLM
@@ -104,7 +105,18 @@ def check_refusals(rank: int) -> None:
     for axes in ({"data": 3}, {"data": -1, "context": -1}, {"data": 1, "fsdp": 1, "context": 2}, {"fsdp": 0}):
         with pytest.raises(ArgumentError, match="data, fsdp, context"):
             TrainingMesh.make("cpu", **axes)
+    model, mesh = nn.Sequential(nn.Linear(2, 2)), TrainingMesh.make("cpu")
+    for match, wrong in {
+        "blocks: expected modules of Sequential, got Linear": dict(blocks=[nn.Linear(2, 2)]),
+        "blocks: expected modules of Sequential, which has no": {},
+        "experts: expected modules of Sequential": dict(blocks=[*model], experts=[nn.Linear(2, 2)]),
+        "dtype: expected a floating torch.dtype": dict(blocks=[*model], dtype="bfloat16"),
+        "mesh: expected a TrainingMesh": dict(blocks=[*model], mesh=mesh.axes),
+    }.items():
+        with pytest.raises(ArgumentError, match=match):
+            shard_parameters(model, **{"mesh": mesh} | wrong)
+    assert type(model[0]) is nn.Linear  # nothing was sharded
 
 
-def test_axes_that_do_not_fit_are_refused(ranks):
+def test_axes_and_modules_that_do_not_fit_are_refused(ranks):
     ranks.run(4, check_refusals)

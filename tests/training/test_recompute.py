@@ -149,3 +149,8 @@ def test_blocks_of_a_split_model(ranks, keep):
 @KEPT
 def test_blocks_of_a_split_model_on_gpus(gpu_ranks, keep):
     on_gpus(gpu_ranks, 2, check_recomputed, keep)
+
+
+def test_another_model_is_refused():
+    with pytest.raises(ArgumentError, match=r"model: expected a HybridLM .*, got Linear"):
+        recompute(torch.nn.Linear(2, 2), ["mlp"])
