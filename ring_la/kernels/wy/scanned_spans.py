@@ -122,7 +122,7 @@ class ScannedSpans:
     def _maps_back(self, backward: Backward) -> SpanMaps:
         left = SpansLeft.of(backward.saved)
         own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
-        return SpanMaps("dense", own, left.transition, True)
+        return SpanMaps(self.plan.rule.transition, own, left.transition, True)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""

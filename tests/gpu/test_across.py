@@ -1,5 +1,5 @@
 """Delta rules whose states meet those of other ranks, by the kernels in CUDA C++ on Hopper, against one device in fp64:
-`pytest -m gpu tests/gpu/test_delta_across.py [--gpu-ranks 3]`.
+`pytest -m gpu tests/gpu/test_across.py [--gpu-ranks 3]`.
 
 Spans are of 64 tokens, so that they begin early, and end within others; segments have 297. What the ranks exchange goes
 by mailboxes where GPUs reach each other's memory, or by messages.
