@@ -83,11 +83,6 @@ def ways(cp: ring_la.ContextParallel, args: argparse.Namespace, left: Left) -> I
     """Milliseconds and memory of each way."""
     n, forms, layout = args.tokens, args.forms, cp.layout(args.tokens * cp.size, "zigzag")
     chosen = choose(layout.tokens().cuda(), args.chosen)
-    for form in forms:
-        step = attending(cp, layout, args, chosen=chosen, backend=form, strategy="ring")
-        yield row(f"ring, {form}", step, left, args.warm)
-        if cp.size > 1:
-            yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left, args.warm)
     few = cp.layout(COMPILED, "zigzag")  # compiles: lists are as long as of all tokens
     of_few = choose(few.tokens().cuda(), args.chosen)
     for step in (indexing(few), indexing(few, fp8=True), *(learning(few, args.heads, of_few, b) for b in LOSSES)):
@@ -96,6 +91,11 @@ def ways(cp: ring_la.ContextParallel, args: argparse.Namespace, left: Left) -> I
     yield row("index, 8 bits", indexing(layout, fp8=True), left, 0)
     for backend in LOSSES:
         yield row(f"index, its loss, {backend}", learning(layout, args.heads, chosen, backend), left, 0)
+    for form in forms:
+        step = attending(cp, layout, args, chosen=chosen, backend=form, strategy="ring")
+        yield row(f"ring, {form}", step, left, args.warm)
+        if cp.size > 1:
+            yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left, args.warm)
     if args.all_gather:
         for form in forms:
             how = dict(chosen=chosen, backend=form, strategy="all_gather")

@@ -3,8 +3,9 @@ ranks so that causal attention within documents is even too, and few keys of oth
 
 More segments make more even work and more keys to send, so a few numbers of segments are tried. Of the splits whose
 dearest rank has at most EVEN of the mean's work, that is taken whose dearest rank has the least of ``pairs + KEY · keys
-received``; where there is none, the most even one. Under a window all tokens see as many keys, but for the first of a
-document: a zigzag whose first segments share those out is tried, too.
+received``; where there is none, the most even one. Segments are dealt by work, and by work and the keys that a rank
+then still has to receive: who has a document's later tokens takes its earlier ones at less. Under a window all tokens
+see as many keys, but for the first of a document: a zigzag whose first segments share those out is tried, too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def _splits(
         if parts == 2:
             yield borders, zigzag
         before = pairs_before(borders, offsets, window)
-        yield borders, _by_work([b - a for a, b in zip(before, before[1:])], ranks, parts)
+        work = [b - a for a, b in zip(before, before[1:])]
+        yield borders, _by_work(work, ranks, parts)
+        if window is None:
+            yield borders, _by_work_and_keys(work, _pieces(borders, offsets), ranks, parts)
     if window is not None and unit is not None and len(offsets) == 2:
         borders = _short_heads(borders_of(ranks), window, unit)
         if borders is not None:
@@ -97,6 +101,44 @@ def _by_work(work: Sequence[int], ranks: int, parts: int) -> list[int]:
         if owned[rank] < parts:
             heappush(loads, (load + work[segment], rank))
     return owners
+
+
+def _by_work_and_keys(
+    work: Sequence[int], pieces: Sequence[Sequence[tuple[int, int, int]]], ranks: int, parts: int
+) -> list[int]:
+    """The same, where a rank's work so far includes KEY for each key that it receives."""
+    costs, owners, owned = [0] * ranks, [0] * len(work), [0] * ranks
+    held: dict[tuple[int, int], tuple[int, int, int]] = {}  # rank, document: its last piece's start, tokens, received
+    for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        best, owner = 0, -1
+        for rank in range(ranks):
+            if owned[rank] < parts:
+                cost = costs[rank] + work[i]
+                for document, a, b in pieces[i]:
+                    last, tokens, received = held.get((rank, document), (-1, 0, 0))
+                    cost += KEY * (a - tokens - received if a > last else a - b)
+                if owner < 0 or cost < best:
+                    best, owner = cost, rank
+        owners[i], costs[owner] = owner, best
+        owned[owner] += 1
+        for document, a, b in pieces[i]:
+            last, tokens, received = held.get((owner, document), (-1, 0, 0))
+            received = a - tokens if a > last else received - (b - a)
+            held[owner, document] = max(a, last), tokens + b - a, received
+    return owners
+
+
+def _pieces(borders: Sequence[int], offsets: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Of each segment, the documents that others have tokens of, too, each with its first token there and the one
+    behind the last."""
+    out: list[list[tuple[int, int, int]]] = [[] for _ in borders[1:]]
+    for d in {bisect_right(offsets, b) - 1 for b in borders[1:-1] if b not in (0, offsets[-1])}:
+        first, last = offsets[d], offsets[d + 1]
+        for i in range(bisect_right(borders, first) - 1, bisect_left(borders, last)):
+            a, b = max(first, borders[i]), min(last, borders[i + 1])
+            if a < b:
+                out[i].append((d, a - first, b - first))
+    return out
 
 
 def keys_received(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from inspect import signature
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from .buckets import Buckets
 from .comm import Entry
 from .context import ContextParallel
+from .context.arguments import duration
 from .errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
 from .step_calls import hashable, known, own_copy, refuse_elsewhere, refuse_outside, repeated, version, ways
 from .step_graph import StepStream, reason
@@ -43,7 +45,7 @@ def capture(
     *,
     buckets: Buckets | None = None,
     warmup: int = 3,
-    timeout: float | None = None,
+    timeout: timedelta | float | None = None,
 ) -> CapturedStep:
     """A step whose calls become replays of a CUDA graph. On the CPU it runs as it is.
 
@@ -56,7 +58,7 @@ def capture(
             the same calls in the same order.
         buckets: lengths to pad to; None: every length is a kind of its own. Outputs come back padded.
         warmup: calls of a kind that run eagerly, each once on its own data, before one is captured.
-        timeout: seconds in which `CapturedStep.wait` expects a replay to end; None: that of `cp`, or 300.
+        timeout: how long `CapturedStep.wait` gives a replay, a timedelta or seconds; None: that of `cp`, or 300.
 
     Returns:
         A function like `step`. Tensors it returns are the graph's: the next call of the same kind overwrites them.
@@ -74,10 +76,8 @@ def capture(
         raise ArgumentError("buckets", "ring_la.Buckets or None", type(buckets).__name__)
     if not isinstance(warmup, int) or warmup < 1:
         raise ArgumentError("warmup", "an int ≥ 1: what is allocated once must be there before", repr(warmup))
-    seconds = (300.0 if cp is None else cp.timeout.total_seconds()) if timeout is None else float(timeout)
-    if seconds <= 0:
-        raise ArgumentError("timeout", "seconds > 0, or None", repr(timeout))
-    return CapturedStep(step, cp, buckets, warmup, seconds)
+    patience = duration(300.0 if cp is None else cp.timeout) if timeout is None else duration(timeout)
+    return CapturedStep(step, cp, buckets, warmup, patience.total_seconds())
 
 
 @dataclass

@@ -82,7 +82,7 @@ def _grouped_list(a: object, b: object, group_sizes: object, backend: GroupedBac
         if backend not in ("auto", "loop"):
             raise UnsupportedError("backend", "'auto' or 'loop' for matrices of several shapes", repr(backend))
         return [x @ y for x, y in zip(a, b, strict=True)]
-    sizes = torch.tensor([x.shape[0] for x in a])
+    sizes = torch.tensor([x.shape[0] for x in a], device="cpu")
     packed = grouped_gemm(torch.cat(list(a)), torch.stack(list(b)), sizes, backend=backend)
     return list(packed.split([x.shape[0] for x in a]))
 

@@ -224,9 +224,9 @@ class Layout:
         """Global index of each local token of `rank` (default: this one), int64 ``[T_local]``."""
         rank = self.rank if rank is None else rank
         if self.kind == "striped":
-            return torch.arange(self.seq_len)[rank :: self.world_size].contiguous()
-        runs = [torch.arange(s.start, s.stop) for s in self.segments if s.owner == rank]
-        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+            return torch.arange(self.seq_len, device="cpu")[rank :: self.world_size].contiguous()
+        runs = [torch.arange(s.start, s.stop, device="cpu") for s in self.segments if s.owner == rank]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device="cpu")
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -258,16 +258,16 @@ class Layout:
 
     def documents_of(self, tokens: Tensor) -> Tensor:
         """Document of each global token index, int64."""
-        return torch.searchsorted(torch.tensor(self.cu_seqlens[1:]), tokens, right=True)
+        return torch.searchsorted(torch.tensor(self.cu_seqlens[1:], device=tokens.device), tokens, right=True)
 
     def positions_of(self, tokens: Tensor) -> Tensor:
         """Position of each global token index inside its document, int64."""
-        return tokens - torch.tensor(self.cu_seqlens)[self.documents_of(tokens)]
+        return tokens - torch.tensor(self.cu_seqlens, device=tokens.device)[self.documents_of(tokens)]
 
     def successors(self, rank: int) -> Tensor:
         """Global index of the token after each of `rank`'s in its document, −1 after the last, int64 ``[T_local]``."""
         tokens = self.tokens(rank)
-        last = torch.isin(tokens + 1, torch.tensor(self.cu_seqlens))
+        last = torch.isin(tokens + 1, torch.tensor(self.cu_seqlens, device=tokens.device))
         return torch.where(last, -1, tokens + 1)
 
     def owners_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,9 +278,10 @@ class Layout:
         for s in self.segments:
             base.append(offset[s.owner] - s.start)
             offset[s.owner] += s.stop - s.start
-        segment = torch.searchsorted(torch.tensor([s.stop for s in self.segments]), tokens, right=True)
-        owners = torch.tensor([s.owner for s in self.segments])
-        return owners[segment], tokens + torch.tensor(base)[segment]
+        stops = torch.tensor([s.stop for s in self.segments], device=tokens.device)
+        segment = torch.searchsorted(stops, tokens, right=True)
+        owners = torch.tensor([s.owner for s in self.segments], device=tokens.device)
+        return owners[segment], tokens + torch.tensor(base, device=tokens.device)[segment]
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], seq_len: int, name: str = "cu_seqlens") -> tuple[int, ...]:

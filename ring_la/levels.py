@@ -147,7 +147,7 @@ def _map(x: LogLinearInputs, run: LocalRun, levels: int) -> tuple[Tensor, Tensor
     part, end = cut(x, run), run.position + run.stop - run.start
     c = part.g.cumsum(1)
     k = part.k * (c[:, -1:] - c).exp()[..., None]
-    written, moves = [], torch.zeros(levels, levels, dtype=x.v.dtype)
+    written, moves = [], torch.zeros(levels, levels, dtype=x.v.dtype, device="cpu")
     for level in range(1, levels + 1):
         first = first_of(end, level)
         begin, stop = (0, 0) if first is None else (first - run.position, first + (1 << (level - 1)) - run.position)
@@ -155,7 +155,7 @@ def _map(x: LogLinearInputs, run: LocalRun, levels: int) -> tuple[Tensor, Tensor
         written.append(torch.einsum("bthk,bthv->bhkv", k[:, rows], part.v[:, rows]).flatten(2))
         before = first_of(run.position, level)
         if before is not None:
-            moves[int(level_of(end, before)) - 1, level - 1] = 1
+            moves[(end ^ before).bit_length() - 1, level - 1] = 1
     return c[:, -1].exp()[..., None, None] * moves.to(x.v.device), torch.stack(written, 2)
 
 

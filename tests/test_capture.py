@@ -57,10 +57,16 @@ def test_wrong_arguments_are_named():
         "step: expected a function": lambda: capture(3),
         "cp: expected a ContextParallel": lambda: capture(seen, group),
         "warmup: expected an int": lambda: capture(seen, warmup=0),
-        "timeout: expected seconds": lambda: capture(seen, timeout=-1.0),
+        "timeout: expected a positive timedelta or number": lambda: capture(seen, timeout=-1.0),
+        "timeout: .* got 'soon'": lambda: capture(seen, timeout="soon"),
         "buckets: expected ring_la.Buckets": lambda: capture(seen, buckets=(8, 16)),
         "lengths: expected ints > 0 that increase": lambda: Buckets((16, 8), {"ids": 0}),
+        "lengths: expected ints > 0 .* got 8": lambda: Buckets(8, {"ids": 0}),
         "pad: expected names of arguments": lambda: Buckets((8, 16), {}),
+        "pad: .* the number": lambda: Buckets((8, 16), {"ids": "0"}),
+        "pad: expected an integer for ids": lambda: capture(seen, buckets=Buckets((8,), {"ids": 0.5}))(ids.long()),
+        "dim: expected an int": lambda: Buckets((8, 16), {"ids": 0}, dim="1"),
+        "ids: expected a tensor with dimension 2": lambda: capture(seen, buckets=Buckets((8,), {"ids": 0}, 2))(ids),
     }.items():
         with pytest.raises(ring_la.ArgumentError, match=match):
             call()

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ring_la import balanced
 from ring_la.balanced import keys_received, pairs_before
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.layout import KINDS, Layout
@@ -146,6 +147,22 @@ def test_balanced_documents_make_even_work(P, long_tail):
     cu = [0, *itertools.accumulate(documents_of(long_tail, 0))]
     lengths = Layout(cu[-1], "balanced", P, 0, cu).lengths
     assert max(lengths) - min(lengths) <= 8
+
+
+def test_balanced_documents_send_few_keys(monkeypatch):
+    """Of these two draws ranks receive half as many keys again where segments are dealt by work alone."""
+
+    def received() -> float:
+        total = 0.0
+        for seed in range(2):
+            cu = [0, *itertools.accumulate(documents_of(True, seed))]
+            split = Layout(cu[-1], "balanced", 2, 0, cu).segments
+            total += sum(keys_received([0, *(s.stop for s in split)], [s.owner for s in split], cu, 2)) / cu[-1]
+        return total
+
+    few = received()
+    monkeypatch.setattr(balanced, "_by_work_and_keys", lambda work, pieces, *how: balanced._by_work(work, *how))
+    assert 1.5 * few < received()
 
 
 def visible(cu: tuple[int, ...], window: int | None) -> torch.Tensor:

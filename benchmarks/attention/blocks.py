@@ -5,7 +5,9 @@
 Each rank's own block and rounds, as a copied ring has them, on keys that are there already, in a CUDA graph. What is
 left to the bound (one call that sees everything, with the FLOPs that a rank owes) is what tiles, launches and merges
 cost, and how even the ranks are; what a real ring takes beyond the dearest rank is its exchange. Bytes are those of
-keys and values that each rank receives. `general` is `triton` without its kernels of spans.
+keys and values that each rank receives. `general` is `triton` without its kernels of spans, `together n` with the
+programs of some heads, n or more, in one order. `--streams 2` puts every other round on a second stream, as `Copied`
+can; `--alone` times each block by itself, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import json
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -25,7 +28,7 @@ from torch import Tensor
 from benchmarks.options import need_gpus
 from ring_la.layout import KINDS, Layout
 from ring_la.softmax.backends import BACKENDS, AttentionBackend, QueryRows
-from ring_la.softmax.backends.triton import table
+from ring_la.softmax.backends.triton import span_launch, table
 from ring_la.softmax.geometry import Pair, Reach, Tokens
 from ring_la.softmax.merging import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
@@ -42,9 +45,10 @@ CASES: dict[str, tuple[str, int]] = {
     "window 4096": ("", 4096),
     "causal": ("", -1),
 }
-ROUNDS = 5
+ROUNDS = 8
 TIMED = "forward", "total"
-KERNELS = "general", *BACKENDS
+VARIANTS = {f"together {n}": dict(PROGRAMS=n) for n in (264, 528, 1056)}
+KERNELS = "general", *VARIANTS, *BACKENDS
 
 
 def scores_of(case: str, D: int) -> Scores:
@@ -55,8 +59,9 @@ def scores_of(case: str, D: int) -> Scores:
 @contextmanager
 def kernel_of(name: str) -> Iterator[AttentionBackend]:
     """A kernel by name."""
-    with mock.patch.dict(table.SPANS_FORWARD, clear=name == "general"):
-        yield BACKENDS["triton" if name == "general" else name]
+    variant = mock.patch.multiple(span_launch, **VARIANTS[name]) if name in VARIANTS else nullcontext()
+    with variant, mock.patch.dict(table.SPANS_FORWARD, clear=name == "general"):
+        yield BACKENDS.get(name, BACKENDS["triton"])
 
 
 class Rank:
@@ -64,48 +69,88 @@ class Rank:
 
     Args:
         pairs: its queries and the keys of each block, in turn.
+        streams: 2: every other round goes on a second stream, as `Copied` has it.
     """
 
     def __init__(
-        self, kernel: AttentionBackend, scores: Scores, pairs: list[Pair], heads: tuple[int, int], D: int
+        self,
+        kernel: AttentionBackend,
+        scores: Scores,
+        pairs: list[Pair],
+        heads: tuple[int, int],
+        D: int,
+        streams: int = 1,
     ) -> None:
         self.kernel, self.scores, self.pairs = kernel, scores, pairs
+        self.second = torch.cuda.Stream() if streams > 1 else None
         rows, bf = len(pairs[0].rows), dict(device=pairs[0].rows.device, dtype=torch.bfloat16)
         self.q, self.do = (torch.randn(1, rows, heads[0], D, **bf) for _ in range(2))
         self.kv = [[torch.randn(1, len(p.keys), heads[1], D, **bf) for _ in range(2)] for p in pairs]
 
     def forward(self) -> tuple[Tensor, Tensor]:
         out = Partial(self.q.shape, self.q.dtype, self.q.device)
-        for pair, (k, v) in zip(self.pairs, self.kv):
-            self.kernel.forward(self.q, k, v, self.scores, pair, out)
+        other = out.like()
+        for pair, (k, v), turn in self._turns():
+            with turn as beside:
+                self.kernel.forward(self.q, k, v, self.scores, pair, other if beside else out)
+        self._meet()
+        out.take(other)
         return out.result()
 
     def total(self) -> list[Tensor]:
         o, lse = self.forward()
         rows = QueryRows(self.q, o, self.do, lse, row_sums(self.do, o, None))
-        own, out = Gradients.of(self.q, *self.kv[0]), []
-        for pair, (k, v) in zip(self.pairs, self.kv):
-            grads = Gradients(own.dq, Sum.like(k), Sum.like(v))
-            self.kernel.backward(rows, k, v, self.scores, pair, grads)
-            out += [grads.dk.result(k.dtype), grads.dv.result(v.dtype)]
-        return [o, own.dq.result(o.dtype), *out]
+        dq, other, out = Sum.like(self.q), Sum.like(self.q), []
+        for pair, (k, v), turn in self._turns():
+            with turn as beside:
+                grads = Gradients(other if beside else dq, Sum.like(k), Sum.like(v))
+                self.kernel.backward(rows, k, v, self.scores, pair, grads)
+                out += [grads.dk.result(k.dtype), grads.dv.result(v.dtype)]
+        self._meet()
+        dq.take(other)
+        return [o, dq.result(o.dtype), *out]
+
+    def _turns(self) -> Iterator[tuple[Pair, list[Tensor], AbstractContextManager]]:
+        """Blocks, each with a context that gives a stream where it is computed beside the current one."""
+        if self.second is not None:
+            self.second.wait_stream(torch.cuda.current_stream())
+        for n, (pair, kv) in enumerate(zip(self.pairs, self.kv)):
+            beside = self.second is not None and n % 2 == 1
+            yield pair, kv, _on(self.second) if beside else nullcontext()
+
+    def _meet(self) -> None:
+        if self.second is not None:
+            torch.cuda.current_stream().wait_stream(self.second)
 
 
-def milliseconds(function: Callable[[], object]) -> float:
-    """Median of replays of a CUDA graph."""
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of it, behind one call."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    start, stop, times = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), []
+    return graph
+
+
+def in_turns(graphs: list[torch.cuda.CUDAGraph]) -> list[float]:
+    """Medians of replays, one of each after the other: a GPU's clock moves by more than ways are apart."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: list[list[float]] = [[] for _ in graphs]
     for _ in range(ROUNDS + 1):
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times[1:])
+        for graph, of_one in zip(graphs, times):
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            of_one.append(start.elapsed_time(stop))
+    return [statistics.median(of_one[1:]) for of_one in times]
 
 
 def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tuple[list[list[Pair]], float]:
@@ -125,53 +170,96 @@ def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tupl
     return out, share_of_scores(cu, window)
 
 
-def _row(
-    kernel: AttentionBackend,
-    ranks: list[list[Pair]],
-    scores: Scores,
-    few: Tokens,
-    heads: tuple[int, int],
-    D: int,
-    truth: list[Tensor],
-) -> dict:
-    """One kernel's times; `truth` gets the first one's results on rank 0."""
-    T = len(ranks[0][0].rows)
-    bounding = Rank(kernel, Scores(D**-0.5), [Pair(Tokens.whole(T, few.device), few, Reach())], heads, D)
-    bound = {n: milliseconds(getattr(bounding, n)) for n in TIMED}
-    times: dict[str, list[float]] = {n: [] for n in TIMED}
-    apart = 0.0
-    for r, pairs in enumerate(ranks):
-        torch.manual_seed(r)
-        rank = Rank(kernel, scores, pairs, heads, D)
-        for n, ms in times.items():
-            ms.append(milliseconds(getattr(rank, n)))
-        if r == 0:
-            got = rank.total()
-            truth += [] if truth else got
-            apart = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth))
-    worst = {n: max(ms) for n, ms in times.items()}
-    return dict(apart=apart, bound=bound, blocks=[len(pairs) for pairs in ranks], ranks=times) | worst
+class Way(NamedTuple):
+    """How blocks are computed: by which kernel, on how many streams."""
+
+    kernel: str
+    streams: int = 1
+
+    @property
+    def bound(self) -> str:
+        """The kernel of its bound."""
+        return "triton" if self.kernel in VARIANTS else self.kernel
 
 
-def bench(case: str, T: int, P: int, kind: str, kernels: list[str], heads: tuple[int, int], D: int) -> list[dict]:
-    """A row for each kernel."""
-    device, scores, rows = torch.device("cuda", torch.cuda.current_device()), scores_of(case, D), []
+Make = Callable[[AttentionBackend], Rank]
+
+
+def timed(asked: list[tuple[str, Make]]) -> list[dict[str, float]]:
+    """Milliseconds of each, by a kernel's name."""
+    ranks, out = [], [dict[str, float]() for _ in asked]
+    for name, make in asked:
+        with kernel_of(name) as kernel:
+            ranks.append(make(kernel))
+    for n in TIMED:
+        graphs = []
+        for (name, _), rank in zip(asked, ranks):
+            with kernel_of(name):
+                graphs.append(captured(getattr(rank, n)))
+        for of_one, ms in zip(out, in_turns(graphs)):
+            of_one[n] = ms
+    return out
+
+
+def apart(asked: list[tuple[str, Make]]) -> list[float]:
+    """How far results are from the first one's."""
+    truth: list[Tensor] = []
+    out = []
+    for name, make in asked:
+        with kernel_of(name) as kernel:
+            got = make(kernel).total()
+        truth = truth or got
+        out.append(max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth)))
+    return out
+
+
+def bench(
+    case: str, T: int, P: int, kind: str, ways: list[Way], heads: tuple[int, int], D: int, alone: bool
+) -> list[dict]:
+    """A row for each way; `alone`: with the times of each block by itself."""
+    device, scores = torch.device("cuda", torch.cuda.current_device()), scores_of(case, D)
     ranks, share = ranks_of(case, T, P, kind, device)
     few = Tokens.whole(max(128, int(T * P * share) // 128 * 128), device)
-    truth: list[Tensor] = []
-    flops = 4 * heads[0] * D * T * T * P * share  # of a rank, forward
-    for name in kernels:
-        with kernel_of(name) as kernel:
-            row = dict(case=case, T=T, P=P, kind=kind, kernel=name) | _row(kernel, ranks, scores, few, heads, D, truth)
-        row |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
+    bounding = Pair(Tokens.whole(T, device), few, Reach())
+    facts = dict(case=case, T=T, P=P, kind=kind, heads=heads, blocks=[len(pairs) for pairs in ranks])
+    facts |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
+
+    def rank_of(scores: Scores, pairs: list[Pair], streams: int = 1) -> Make:
+        def make(kernel: AttentionBackend) -> Rank:
+            torch.manual_seed(0)
+            return Rank(kernel, scores, pairs, heads, D, streams)
+
+        return make
+
+    names = sorted({way.bound for way in ways})
+    times = []
+    for pairs in ranks:
+        bounds = [(name, rank_of(Scores(D**-0.5), [bounding])) for name in names]
+        each = timed(bounds + [(way.kernel, rank_of(scores, pairs, way.streams)) for way in ways])
+        blocks = [timed([(way.kernel, rank_of(scores, [pair])) for way in ways]) for pair in pairs if alone]
+        times.append((dict(zip(names, each)), each[len(names) :], blocks))
+    off = apart([(way.kernel, rank_of(scores, ranks[0], way.streams)) for way in ways])
+    rows = []
+    for i, way in enumerate(ways):
+        row = facts | dict(kernel=way.kernel, streams=way.streams, apart=off[i])
+        row |= dict(bound={n: statistics.median(bounds[way.bound][n] for bounds, *_ in times) for n in TIMED})
+        row |= dict(ranks={n: [each[i][n] for _, each, _ in times] for n in TIMED})
+        row |= dict(alone=[[block[i] for block in blocks] for *_, blocks in times])
+        rows.append(row | {n: max(ms) for n, ms in row["ranks"].items()})
+    say(rows, 4 * heads[0] * D * T * T * P * share)
+    return rows
+
+
+def say(rows: list[dict], flops: float) -> None:
+    """A line for each row, and what it makes of a rank's FLOPs forward."""
+    for row in rows:
         row |= dict(tflops={n: times * flops / row[n] / 1e9 for n, times in dict(forward=1, total=3.5).items()})
         said = "   ".join(
             f"{n} {row[n]:7.3f} ms {row['bound'][n] / row[n]:4.0%} {row['tflops'][n]:4.0f} TFLOP/s" for n in TIMED
         )
         each = " ".join(f"{x:.2f}" for x in row["ranks"]["total"])
-        print(f"{case:12} {T:6} × {P} {kind:9} {name:12} {said}   each {each}   apart {row['apart']:.1e}", flush=True)
-        rows.append(row)
-    return rows
+        where = f"{row['case']:12} {row['T']:6} × {row['P']} {row['kind']:9} {row['kernel']:13} {row['streams']}"
+        print(f"{where} {said}   each {each}   apart {row['apart']:.1e}", flush=True)
 
 
 def main() -> None:
@@ -184,6 +272,8 @@ def main() -> None:
     parser.add_argument("--cases", type=names(CASES), default=",".join(CASES))
     parser.add_argument("--kinds", type=names(KINDS), default="zigzag,balanced")
     parser.add_argument("--kernels", type=names(KERNELS), default="triton")
+    parser.add_argument("--streams", type=counts, default="1")
+    parser.add_argument("--alone", action="store_true", help="each block by itself, too")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
     args = parser.parse_args()
     need_gpus(parser)
@@ -193,9 +283,10 @@ def main() -> None:
         with kernel_of(name) as kernel:
             made = compile_ahead([kernel], {scores_of(c, args.width) for c in args.cases}, heads, args.width)
             print(f"{made} passes of {name} compiled", flush=True)
+    ways = [Way(name, n) for name, n in itertools.product(args.kernels, args.streams)]
     for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
         for kind in args.kinds if case != "causal" else args.kinds[:1]:
-            rows += bench(case, T, P, kind, args.kernels, heads, args.width)
+            rows += bench(case, T, P, kind, ways, heads, args.width, args.alone)
             facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
             args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
 

@@ -168,10 +168,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cold", default="", metavar="OPS", help="operators to start from empty caches first")
     parser.add_argument("--cold-limit", type=float, default=60, metavar="SECONDS", help="for ours, beside its peers")
     parser.add_argument("--out", type=pathlib.Path, help="JSON, written as rows come")
-    parser.add_argument("--png", type=pathlib.Path, help="a picture; needs matplotlib")
+    parser.add_argument("--png", type=pathlib.Path, help="a picture (of the first run read); needs matplotlib")
     parser.add_argument("--docs", type=pathlib.Path, help="a Markdown file whose tables are to be those of --out")
     parser.add_argument(
-        "--read", type=pathlib.Path, metavar="FILE", help="measure nothing: the rows of an earlier --out"
+        "--read", type=pathlib.Path, nargs="+", metavar="FILE", help="measure nothing: the rows of earlier --outs"
     )
 
 
@@ -180,17 +180,18 @@ def run(args: argparse.Namespace) -> int:
     if args.docs and not (args.out or args.read):
         raise ArgumentError("docs", "--out or --read as well, the file that the tables name", "none")
     if args.read:
-        found = earlier(args.read)
+        runs = [(earlier(file), file) for file in args.read]
     else:
         names, shapes, rivals = _choices(args, device)
-        found = measured(args, parts_of(args, names, shapes, device), rivals, device)
-    print(*report.notes(found), sep="\n", flush=True)
+        runs = [(measured(args, parts_of(args, names, shapes, device), rivals, device), args.out)]
+    for found, _ in runs:
+        print(*report.notes(found), sep="\n", flush=True)
     if args.png:
         args.png.parent.mkdir(parents=True, exist_ok=True)
-        report.picture(found, args.png)
+        report.picture(runs[0][0], args.png)
     if args.docs:
-        tables.write(found, args.read or args.out, args.docs)
-    return int(any("fwd" not in row["sides"]["ring_la"] for row in found["rows"]))
+        tables.write(runs, args.docs)
+    return int(any("fwd" not in row["sides"]["ring_la"] for found, _ in runs for row in found["rows"]))
 
 
 def measured(args: argparse.Namespace, parts: list[Part], rivals: list[str], device: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The measured rows as Markdown, written into a page between two marks so that its figures are those of the run.
 
 ring-la bench ops --read benchmarks/results/ops-h200.json --docs docs/developers/operators.md
+
+Several runs after --read stand one behind the other, each with its machine and its raw file.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from ring_la.errors import ArgumentError
@@ -22,8 +25,8 @@ WORSE = 1.1
 Row = dict[str, Any]
 
 
-def write(found: Row, source: pathlib.Path, page: pathlib.Path) -> None:
-    """Put the tables of a run, kept in `source`, between the marks of `page`.
+def write(runs: Iterable[tuple[Row, pathlib.Path]], page: pathlib.Path) -> None:
+    """Put the tables of runs, each with the file it is kept in, between the marks of `page`.
 
     Raises:
         ArgumentError: the page has no such marks.
@@ -32,8 +35,10 @@ def write(found: Row, source: pathlib.Path, page: pathlib.Path) -> None:
     if not 0 <= text.find(BEGIN) < text.find(END):
         raise ArgumentError("docs", f"a page with {BEGIN} and {END}", str(page))
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
-    link = os.path.relpath(source.resolve(), page.resolve().parent)
-    page.write_text(f"{head}{BEGIN}\n{markdown(found, link)}\n{tail}")
+    folder = page.resolve().parent
+    found = [markdown(run, os.path.relpath(source.resolve(), folder)) for run, source in runs]
+    between = "\n\n".join(found)
+    page.write_text(f"{head}{BEGIN}\n{between}\n{tail}")
 
 
 def markdown(found: Row, link: str) -> str:
@@ -44,6 +49,8 @@ def markdown(found: Row, link: str) -> str:
     out = [f"{made['device']}, {versions}{commit} ([raw]({link})). ×: the peer's time over ours."]
     out += rivals.markdown([row for row in found["rows"] if "part" in row])
     found = found | {"rows": [row for row in found["rows"] if "part" not in row]}
+    if not found["rows"]:
+        return "\n".join(out)
     for shape, rows in itertools.groupby(sorted(found["rows"], key=_order(found["rows"])), key=lambda r: r["shape"]):
         rows = list(rows)
         table = _steps if all(r["op"].startswith("step_") for r in rows) else _calls

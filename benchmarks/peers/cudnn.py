@@ -39,8 +39,8 @@ class CudnnKDA:
         names = "hopper.cuda_host", "hopper.cuda_bwd_host"
         self._there, self._back = (importlib.import_module(f"cudnn.linear_attention.{name}") for name in names)
         self._entering, self._arriving = (x.transpose(-1, -2).contiguous() for x in (self.S0, self.dS))
-        self.o, self._leaving = torch.empty_like(self.v), torch.empty_like(self.S0)
-        self._grads = [torch.empty_like(x) for x in (self.q, self.k, self.v, self.g, self.beta, self.S0)]
+        self.o, self._leaving = torch.empty_like(self.v), torch.empty_like(self._entering)
+        self._grads = [torch.empty_like(x) for x in (self.q, self.k, self.v, self.g, self.beta, self._entering)]
 
     @property
     def final_state(self) -> Tensor:

@@ -25,16 +25,15 @@ PRODUCTS = [dict(), dict(GROUP=16), dict(BN=128, num_stages=4)]
 WEIGHTS = [
     WeightTile(),
     WeightTile(num_stages=6),
-    WeightTile(num_stages=10),
-    WeightTile(num_stages=14),
-    WeightTile(halves=2, num_stages=5),
-    WeightTile(halves=2, num_stages=6),
+    WeightTile(num_stages=5),
+    WeightTile(num_stages=4),
     WeightTile(256, 128),
-    WeightTile(256, 128, halves=2, num_stages=6),
-    WeightTile(128, 128),
-    WeightTile(128, 128, num_warps=4, num_stages=6),
 ]
 """Of `weight_sum`."""
+BOUNDS = ((256, 1, 16), (256, 1, 8), (512, 2, 16), (256, 2, 32), (128, 4, 64))
+"""Columns of a program, its warps, and rows at a time."""
+CONVOLUTIONS = ((128, 8, 4, 128), (128, 8, 8, 160), (64, 8, 8, 128), (128, 16, 4, 160))
+"""Channels of a program, rows at a time forward and back, and registers."""
 NARROW = ((20, 2560), (48, 2560))
 """N and K of weights of few columns."""
 
@@ -59,39 +58,74 @@ def row(name: str, calls: list[Callable[[], Any]]) -> None:
 
 
 def convolutions(x: torch.Tensor, places: torch.Tensor) -> None:
-    """The short convolution of four taps, forward and back."""
-    lead, w = torch.zeros(len(places), 3, x.shape[1], device=x.device, dtype=x.dtype), torch.randn(x.shape[1], 4)
-    w = w.to(x)
-    for how in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
-        conv.FORWARD = conv.SLOPES = conv.BACK = how
+    """The short convolution of four taps, forward; and back."""
+    T, D = x.shape
+    lead, w = x.new_zeros(1, 3, D), torch.randn(D, 4).to(x)
+    table = torch.cat([places, torch.tensor([[0, T, 0]], device=x.device).expand(len(places), 3)], 1).int()
+    for how in CONVOLUTIONS:
+        conv.CHANNELS, conv.FORWARD, conv.BACK, conv.REGISTERS = how
         row(
             f"convolution {how}, forward; and back",
             [
-                lambda: conv.block_conv(x, lead, w, None, places, True),
-                lambda: conv.block_conv_gradients(x, x, lead, w, None, places, True),
+                lambda: conv.block_conv(x, lead, w, None, table, True),
+                lambda: conv.block_conv_gradients(x, None, x, lead, w, None, table, True),
             ],
         )
+
+
+def weights(calls: Callable[[], list[Callable[[], Any]]]) -> None:
+    """dW by each tile, undivided too."""
+    divide = weight_sum.division
+    for tile in WEIGHTS:
+        weight_sum.TILE = tile
+        try:
+            exactly = weight_sum.adds_exactly(torch.bfloat16, torch.device("cuda"))
+            row(f"dW {tuple(tile)}, exactly: {exactly}", calls())
+        except Exception as error:
+            print(f"dW {tuple(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    weight_sum.TILE = WeightTile()
+    weight_sum.division = lambda tiles, count, slots: weight_sum.Division(tiles, 0, 0, count)
+    row("dW, no tile divided", calls())
+    weight_sum.division = divide
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
-    device, T = torch.device("cuda"), parser.parse_args().tokens
+    parser.add_argument("--only", default="bounds,convolutions,weights,products", help="parts, commas between them")
+    options = parser.parse_args()
+    device, T, only = torch.device("cuda"), options.tokens, options.only.split(",")
     print("N, K:", SHAPES)
     small = {n: torch.randn(T, n, device=device).bfloat16() for n, _ in NARROW}
     w = {(N, K): torch.randn(N, K, device=device).bfloat16() for N, K in SHAPES}
     x = {n: torch.randn(T, n, device=device).bfloat16() for n in {m for shape in SHAPES for m in shape}}
     places = torch.arange(0, T, 64, dtype=torch.int32, device=device)
     places = torch.stack([places, places + 64], 1).contiguous()
-    blocks = weight.BlockPlaces(places, places[:0])
+    blocks = weight.BlockPlaces(places, places[:0], True)
     x |= small
-    bounds = {s: bounds_of(x[s[0]], x[s[1]], places) for s in (*SHAPES, *NARROW)}
+    bounds = {n: bounds_of(t, places) for n, t in x.items()}
     row("torch x W", [lambda s=s: x[s[1]] @ w[s].T for s in SHAPES])
     row("torch dy W", [lambda s=s: x[s[0]] @ w[s] for s in SHAPES])
     row("torch dW", [lambda s=s: x[s[0]].T @ x[s[1]] for s in SHAPES])
-    for wide in ((128, 4), (128, 2), (256, 4), (256, 8), (512, 8)):
-        bounds_.WIDE, bounds_.WARPS = wide
-        row(f"bounds {wide}", [lambda s=s: bounds_of(x[s[0]], x[s[1]], places) for s in SHAPES])
+    for how in BOUNDS if "bounds" in only else ():
+        bounds_.WIDE, bounds_.WARPS, bounds_.ROWS = how
+        row(f"bounds {how}", [lambda s=s: (bounds_of(x[s[0]], places), bounds_of(x[s[1]], places)) for s in SHAPES])
+
+    def sums(s: tuple[int, int], blocks: weight.BlockPlaces = blocks) -> torch.Tensor:
+        return weight.block_sums(x[s[0]], x[s[1]], blocks, (bounds[s[0]], bounds[s[1]]), torch.bfloat16)
+
+    if "convolutions" in only:
+        convolutions(x[7680], places)
+    if "weights" in only:
+        weights(lambda: [lambda s=s: sums(s) for s in SHAPES])
+        row("dW, blocks looked up", [lambda s=s: sums(s, weight.BlockPlaces(places, places[:0])) for s in SHAPES])
+        row(f"dW of {NARROW}", [lambda s=s: sums(s) for s in NARROW])
+        for s in SHAPES[1:2]:
+            exact, found = x[s[0]].double().T @ x[s[1]].double(), sums(s).double()
+            nearest = (exact.bfloat16().double() - exact).square().mean().sqrt()
+            print(f"error beside rounding to bf16: {(found - exact).square().mean().sqrt() / nearest:.4f}", flush=True)
+    if "products" not in only:
+        return
 
     def changed(more: dict[str, Any]) -> Callable[..., None]:
         def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -106,7 +140,6 @@ def main() -> None:
 
         return run
 
-    convolutions(x[7680], places)
     row("cuBLAS, checked, x W", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
     row("cuBLAS, checked, dy W", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
     for kind, found in library._found.items():
@@ -116,25 +149,6 @@ def main() -> None:
         product.launch = changed(more)
         row(f"x W {more}", [lambda s=s: product.row_product(x[s[1]], w[s], transposed=True) for s in SHAPES])
         row(f"dy W {more}", [lambda s=s: product.row_product(x[s[0]], w[s]) for s in SHAPES])
-
-    def sums(s: tuple[int, int]) -> torch.Tensor:
-        return weight.block_sums(x[s[0]], x[s[1]], blocks, bounds[s], torch.bfloat16)
-
-    row(f"dW of {NARROW}", [lambda s=s: sums(s) for s in NARROW])
-    for tile in WEIGHTS:
-        weight_sum.TILE = tile
-        try:
-            exactly = weight_sum.adds_exactly(torch.bfloat16, device)
-            row(f"dW {tuple(tile)}, exactly: {exactly}", [lambda s=s: sums(s) for s in SHAPES])
-        except Exception as error:
-            print(f"dW {tuple(tile)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    weight_sum.TILE = WeightTile()
-    for s in SHAPES[1:2]:
-        exact, found = x[s[0]].double().T @ x[s[1]].double(), sums(s).double()
-        nearest = (exact.bfloat16().double() - exact).square().mean().sqrt()
-        print(f"error beside rounding to bf16: {(found - exact).square().mean().sqrt() / nearest:.4f}", flush=True)
-    weight_sum.adds_exactly = weight.adds_exactly = lambda dtype, device: False
-    row("dW, products added by themselves", [lambda s=s: sums(s) for s in SHAPES])
 
 
 if __name__ == "__main__":

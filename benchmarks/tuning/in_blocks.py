@@ -12,20 +12,24 @@ import torch
 
 from benchmarks.tuning.fixed import milliseconds
 from ring_la.softmax.backends.backend import QueryRows
-from ring_la.softmax.backends.triton import CanonicalTriton, in_blocks
+from ring_la.softmax.backends.triton import CanonicalTriton, table
 from ring_la.softmax.backends.triton.table import TileSettings
 from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Partial
 from ring_la.softmax.scores import Scores
 
-NEAR_FAR = ((64, 64), (128, 64), (128, 128), (64, 128))
-HOW = ((4, 2), (8, 2), (8, 3))
+SETTINGS = {
+    "SPANS_FORWARD": ((128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)),
+    "SPANS_QUERIES": ((128, 64, 8, 3), (64, 64, 4, 3)),
+    "SPANS_KEYS": ((64, 64, 4, 2), (128, 64, 8, 2)),
+}
+"""Queries and keys of a tile, warps and stages."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--only", default="", help="FORWARD, BACKWARD_QUERIES or BACKWARD_KEYS")
+    parser.add_argument("--only", default="", help="FORWARD, QUERIES or KEYS")
     options = parser.parse_args()
     T, device, backend = options.tokens, torch.device("cuda"), CanonicalTriton()
     q, do = (torch.randn(1, T, 20, 128, device=device).bfloat16() for _ in range(2))
@@ -36,24 +40,22 @@ def main() -> None:
     o, lse = out.result()
     x = QueryRows(q, o, do, lse, backend.row_sums(do, o, None, tokens))
     calls = {
-        "FORWARD": lambda: backend.forward(q, k, v, scores, pair, Partial(q.shape, q.dtype, device)),
-        "BACKWARD_QUERIES": lambda: backend.query_gradients(x, k, v, scores, pair),
-        "BACKWARD_KEYS": lambda: backend.key_gradients(x, k, v, scores, pair),
+        "SPANS_FORWARD": lambda: backend.forward(q, k, v, scores, pair, Partial(q.shape, q.dtype, device)),
+        "SPANS_QUERIES": lambda: backend.query_gradients(x, k, v, scores, pair),
+        "SPANS_KEYS": lambda: backend.key_gradients(x, k, v, scores, pair),
     }
     for name, call in calls.items():
         if options.only not in name:
             continue
-        table = getattr(in_blocks, name)
-        chosen = table[128]
-        for near, far in NEAR_FAR:
-            for warps, stages in HOW:
-                rows, keys = (far, near) if name == "BACKWARD_KEYS" else (near, far)
-                table[128] = TileSettings(rows, keys, warps, stages)
-                try:
-                    print(f"{name:17} {tuple(table[128])} {milliseconds(call):.3f}", flush=True)
-                except Exception as error:
-                    print(f"{name:17} {tuple(table[128])} {type(error).__name__}", flush=True)
-        table[128] = chosen
+        tiles = getattr(table, name)
+        chosen = tiles[128]
+        for how in SETTINGS[name]:
+            tiles[128] = TileSettings(*how)
+            try:
+                print(f"{name:17} {how} {milliseconds(call):.3f}", flush=True)
+            except Exception as error:
+                print(f"{name:17} {how} {type(error).__name__}", flush=True)
+        tiles[128] = chosen
 
 
 if __name__ == "__main__":

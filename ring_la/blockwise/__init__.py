@@ -21,7 +21,7 @@ from .per_token import over, repeated, row_sum
 from .rows import AT_ONCE, by_block, led_by_block
 from .sums import exact_sum
 from .switch import at_once, by_element
-from .together import convolve_at_once, discretise_at_once, norm_at_once
+from .together import convolve_at_once, convolve_back_at_once, discretise_at_once, norm_at_once
 
 __all__ = [
     "AT_ONCE",
@@ -31,6 +31,7 @@ __all__ = [
     "by_block",
     "by_element",
     "convolve_at_once",
+    "convolve_back_at_once",
     "discretise_at_once",
     "embedding",
     "exact_sum",

@@ -5,7 +5,8 @@ The same for all ranks: it goes by devices and dtypes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,6 +50,11 @@ def places_of(layout: ShardedLayout, rows: int) -> Tensor:
     return layout.kept(places_of, lambda: _table(_places(layout, rows), layout), rows)
 
 
+def pieces_of(layout: ShardedLayout, rows: int) -> Tensor:
+    """The same with the start and the end of the block's piece and the piece's number, int32 ``[blocks, 5]``."""
+    return layout.kept(pieces_of, lambda: _table(_in_pieces(layout, rows), layout, 5), rows)
+
+
 def by_length(layout: ShardedLayout, rows: int) -> BlockPlaces:
     """The same, full blocks apart from shorter ones."""
     return layout.kept(by_length, lambda: _by_length(layout, rows), rows)
@@ -58,8 +64,9 @@ def _by_length(layout: ShardedLayout, rows: int) -> BlockPlaces:
     from ..kernels.fixed.weight import BlockPlaces  # needs Triton
 
     found = _places(layout, rows)
-    apart = ([p for p in found if (p[1] - p[0] == BLOCK) == full] for full in (True, False))
-    return BlockPlaces(*(_table(some, layout) for some in apart))
+    full, ragged = ([p for p in found if (p[1] - p[0] == BLOCK) == full] for full in (True, False))
+    run = all(start == before for (_, before), (start, _) in zip(full, full[1:]))
+    return BlockPlaces(_table(full, layout), _table(ragged, layout), run)
 
 
 def _places(layout: ShardedLayout, rows: int) -> list[tuple[int, int]]:
@@ -67,5 +74,16 @@ def _places(layout: ShardedLayout, rows: int) -> list[tuple[int, int]]:
     return [(b * T + start, b * T + stop) for b in range(rows) for start, stop in blocks_of(layout)]
 
 
-def _table(places: list[tuple[int, int]], layout: ShardedLayout) -> Tensor:
-    return torch.tensor(places, dtype=torch.int32).view(-1, 2).to(layout.cp.device)
+def _in_pieces(layout: ShardedLayout, rows: int) -> list[tuple[int, ...]]:
+    offsets = layout.piece_offsets
+    found = []
+    for start, stop in _places(layout, rows):
+        row = start // layout.local_length
+        piece = bisect_right(offsets, start - row * layout.local_length) - 1
+        ends = (row * layout.local_length + at for at in offsets[piece : piece + 2])
+        found.append((start, stop, *ends, row * len(layout.pieces) + piece))
+    return found
+
+
+def _table(places: Sequence[tuple[int, ...]], layout: ShardedLayout, columns: int = 2) -> Tensor:
+    return torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, columns).to(layout.cp.device)

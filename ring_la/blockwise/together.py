@@ -15,7 +15,7 @@ from ..kernels.fused.rms_norm import rms_norm
 from ..kernels.fused.swiglu import swiglu
 from .rows import AT_ONCE
 from .sums import OF_TOKENS, exact_sum, part_of
-from .switch import places_of
+from .switch import pieces_of, places_of
 
 
 @outside_graphs
@@ -81,40 +81,36 @@ def _each(x: Tensor, channels: int) -> Tensor:
     return x[:, None].expand(-1, channels // len(x)).reshape(channels)
 
 
-@outside_graphs
 def convolve_at_once(
     x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, layout: ShardedLayout
 ) -> Tensor:
-    """The short convolution of ``x [B, T, D]``; `lead` ``[B, blocks, W − 1, D]``: the rows before blocks."""
-    return _Convolution.apply(layout, silu, x, lead, weight, bias)
+    """The short convolution of ``x [B, T, D]`` in pieces behind `lead` ``[B, pieces, W − 1, D]``, without a graph."""
+    from ..kernels.fixed.conv import block_conv  # needs Triton
+
+    table = pieces_of(layout, x.shape[0])
+    return block_conv(x.flatten(0, 1), lead.flatten(0, 1), weight, bias, table, silu).view(x.shape)
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, layout: ShardedLayout, silu: bool, x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        from ..kernels.fixed.conv import block_conv  # needs Triton
+def convolve_back_at_once(
+    do: Tensor, dends: Tensor | None, x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
+    layout: ShardedLayout,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of `convolve_at_once`'s x, weight, bias and lead, given those of its output and of its pieces' last
+    W − 1 rows ``[B, pieces, W − 1, D]``. Collective."""
+    from ..kernels.fixed.conv import block_conv_gradients  # needs Triton
 
-        ctx.how, ctx.way_back = (layout, silu), layout.cp.comm.agreement.way_back()
-        ctx.save_for_backward(x, lead, weight, bias)
-        places = places_of(layout, x.shape[0])
-        return block_conv(x.flatten(0, 1), lead.flatten(0, 1), weight, bias, places, silu).view(x.shape)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor) -> Any:
-        from ..kernels.fixed.conv import block_conv_gradients  # needs Triton
-
-        ctx.way_back()
-        (x, lead, weight, bias), (layout, silu) = ctx.saved_tensors, ctx.how
-        places, W = places_of(layout, x.shape[0]), weight.shape[1]
-        tensors = do.flatten(0, 1).to(x.dtype), x.flatten(0, 1), lead.flatten(0, 1), weight, bias, places
-        dx, dlead, parts = block_conv_gradients(*tensors, silu)
-        whole = exact_sum(parts, layout)
-        dbias = None if bias is None else part_of(whole[W], layout, bias)
-        dweight = part_of(whole[:W].T, layout, weight)
-        return None, None, dx.view(x.shape), dlead.view(lead.shape), dweight, dbias
+    table, W = pieces_of(layout, x.shape[0]), weight.shape[1]
+    ends = None if dends is None else dends.flatten(0, 1)
+    tensors = x.flatten(0, 1), lead.flatten(0, 1), weight, bias
+    dx, dlead, parts = block_conv_gradients(do.flatten(0, 1).to(x.dtype), ends, *tensors, table, silu)
+    dlead = dlead.view(lead.shape)
+    if dends is not None:
+        for p, (start, stop) in enumerate(zip(layout.piece_offsets, layout.piece_offsets[1:])):
+            if stop - start < W - 1:  # what is left of the lead is among the last rows
+                dlead[:, p, stop - start :] += dends[:, p, : W - 1 - (stop - start)].to(x.dtype)
+    whole = exact_sum(parts, layout)
+    dbias = None if bias is None else part_of(whole[W], layout, bias)
+    return dx.view(x.shape), part_of(whole[:W].T, layout, weight), dbias, dlead
 
 
 @outside_graphs

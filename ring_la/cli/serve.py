@@ -7,7 +7,7 @@
 
 MODEL is a checkpoint of a HybridLM (what examples/train_demo.py or train_hybrid.py left), or the folder of a causal
 model of Transformers. Each rank holds the whole model, or with --sharded a part of its weights; the tokens of a prompt
-are split over the ranks. The keys of a HybridLM stay on the rank that read them, and all ranks decode.
+are split over the ranks. Keys stay on the rank that read them where the model bears it, and all ranks decode.
 docs/users/guides/serving.md says more. Needs the extra "serve" (FastAPI and uvicorn).
 """
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from ..errors import DisagreementError, PeerError
+from ..errors import ArgumentError, DisagreementError, PeerError
 from .calls import CallLog, Entry, differences
 from .members import JobStore, Members
 from .watch import PeerWatch
@@ -25,14 +25,15 @@ class Agreement:
         self._count, self.backwards = 0, True
         self.calls = CallLog.open(members, store, self.tell)
 
-    def agree(self, what: str, value: object, hint: str = "") -> Entry:
-        """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`.
+    def agree(self, what: str, value: object, hint: str = "", alike: str = "") -> Entry:
+        """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`, or an equal `alike`, which
+        stands for values that may differ.
 
         Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone. The
         `hint` follows. Returns what `again` takes.
         """
         text = as_text(value)
-        entry = Entry.of(what, text, hint)
+        entry = Entry.of(what, text, hint, alike)
         if self._members.size == 1:
             return entry
         try:
@@ -40,13 +41,13 @@ class Agreement:
                 self.calls.enter(entry)
                 self.calls.meet()
                 return entry
-            values = self.tell(text)
+            told = [said.partition(" ") for said in self.tell(f"{entry.digest} {text}")]
         except (DisagreementError, PeerError):
             raise
         except RuntimeError as error:
             raise self._watch.error(f"agreeing on {what}", error) from error
-        if any(v != values[0] for v in values):
-            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(differences(values)))
+        if any(digest != told[0][0] for digest, _, _ in told):
+            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(differences([v for _, _, v in told])))
             message = f"the ranks of this group disagree on {what}:\n{lines}"
             raise DisagreementError(f"{message}\n{hint}" if hint else message)
         return entry
@@ -56,6 +57,10 @@ class Agreement:
         calls are that were made before (`again`)."""
         entry = self.calls.back() if self.backwards and self.calls is not None else None
         return nothing if entry is None else partial(self.again, entry)
+
+    def word(self) -> int:
+        """What tells messages of this rank's call from those of others: odd, of 31 bits; 1 without a log."""
+        return 1 if self.calls is None else self.calls.word()
 
     def again(self, entry: Entry) -> None:
         """What the ranks have agreed on before, brought again: nobody waits. A rank that brings something else is found
@@ -79,6 +84,11 @@ class Agreement:
         if n > 0:  # every rank has posted n, so every rank has read n - 1
             store.delete_key(f"{n - 1}/{rank}")
         return values
+
+
+def refusal(error: Exception | None) -> str:
+    """What stands for an error among ranks (`alike`): the argument's name, for a shape in it may have T_local."""
+    return f"refused: {error.name}" if isinstance(error, ArgumentError) else ""
 
 
 def nothing() -> None:

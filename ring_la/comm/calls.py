@@ -27,7 +27,8 @@ GRACE = 2.0
 
 
 class Entry(NamedTuple):
-    """A call in the log: what is compared, its text, a hint for whoever reads the error; a digest of the text."""
+    """A call in the log: what is compared, its text, a hint for whoever reads the error; a digest of the text, or of
+    what stands for it."""
 
     what: str
     text: str
@@ -35,9 +36,9 @@ class Entry(NamedTuple):
     digest: int
 
     @classmethod
-    def of(cls, what: str, text: str, hint: str = "") -> Entry:
-        """An entry with its digest, which is the same in every process."""
-        digest = hashlib.blake2b(f"{what}\n{text}".encode(), digest_size=8).digest()
+    def of(cls, what: str, text: str, hint: str = "", alike: str = "") -> Entry:
+        """An entry with its digest, which is the same in every process. `alike`: see `Agreement.agree`."""
+        digest = hashlib.blake2b(f"{what}\n{alike or text}".encode(), digest_size=8).digest()
         return cls(what, text, hint, int.from_bytes(digest, "little"))
 
 
@@ -108,6 +109,11 @@ class CallLog:
             return None
         text = f"backward of call {n}\n{call.text}"
         return Entry("the backward pass", text, call.hint, (call.digest + n * BACK) % 2**64)
+
+    def word(self) -> int:
+        """31 bits of the digest of the last call that this rank has come to, odd; 1 before the first."""
+        call = self._entries[(self._count - 1) % LINES]
+        return 1 if call is None else call.digest & 0x7FFFFFFE | 1
 
     def meet(self, sent: bool = False) -> None:
         """Wait until every rank has come to this rank's call; returns at once if they have. `sent`: messages of the

@@ -1,9 +1,10 @@
 """The kernel behind `symmetric`: messages through mailboxes in the memory of the ranks that receive them.
 
 Every rank has for each sender and each of BLOCKS blocks a ring of SLOTS chunks, and one flag a chunk. A sender's block
-waits for an empty flag, writes the chunk and raises the flag; the receiver's block waits for a raised flag, copies the
-chunk out and lowers it. So no message is overtaken or lost in a slow receiver, nothing is counted on the host, and a
-captured graph replays as it ran. Flags and data cross NVLink as ordinary system-scope loads and stores: no multicast.
+waits for an empty flag, writes the chunk and raises the flag to the word of its call; the receiver's block waits for a
+raised flag, copies the chunk out and lowers it, but takes nothing that was raised to another word. So no message is
+overtaken, lost in a slow receiver or taken for another one's, nothing is counted on the host, and a captured graph
+replays as it ran. Flags and data cross NVLink as ordinary system-scope loads and stores: no multicast.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ CHUNK = 16384  # words of 4 bytes
 FLAG = 8  # words a flag takes: a memory sector of its own
 LANES = (512, 1024), (128, 4096)  # of a ring of states, behind the messages: how many with room for so many words
 EMPTY, FULL = tl.constexpr(0), tl.constexpr(1)
+LATE, OTHER = tl.constexpr(1), tl.constexpr(2)
 POISON = tl.constexpr(0x7FFF7FFF)  # NaN in every float format
 UNSENT = tl.constexpr(0x7FFF5A5A)  # what is in a lane's room until a state comes: a NaN no arithmetic makes
 
@@ -42,18 +44,18 @@ def prepare(
 
 
 @triton.jit
-def wait_for(flag, value, patience, CLOCK: tl.constexpr):
-    """Wait until `flag` has `value`; returns whether it came within `patience` nanoseconds (without a clock, as in the
-    interpreter, nothing is ever late)."""
+def wait_for(flag, value, put, patience, CLOCK: tl.constexpr):
+    """What `flag` has when it has `value`, or to take something anything but EMPTY, or what it still has `patience`
+    nanoseconds later (without a clock, as in the interpreter, nothing is ever late)."""
     seen = tl.atomic_cas(flag, value, value, sem="acquire", scope="sys")
     late = 0
     if CLOCK:
         start = tl.extra.cuda.globaltimer()
-    while (seen != value) & (late == 0):
+    while (seen != value) & (put | (seen == EMPTY)) & (late == 0):
         seen = tl.atomic_cas(flag, value, value, sem="acquire", scope="sys")
         if CLOCK:
             late = (tl.extra.cuda.globaltimer() - start > patience).to(tl.int32)
-    return seen == value
+    return seen
 
 
 @triton.jit
@@ -66,9 +68,10 @@ def _copy(source, target, n, STEP: tl.constexpr, CHUNK: tl.constexpr):
         tl.store(target + i, tl.load(source + i, i < n, cache_modifier=".cg"), i < n)
 
 
-@triton.jit(do_not_specialize=["me", "units", "send_stride", "receive_stride", "sends", "receives", "patience"])
+@triton.jit(do_not_specialize=["me", "units", "send_stride", "receive_stride", "sends", "receives", "word", "patience"])
 def exchange_kernel(
-    source, target, own, mailboxes, broken, report, me, units, send_stride, receive_stride, sends, receives, patience,
+    source, target, own, mailboxes, broken, report, me, units, send_stride, receive_stride, sends, receives, word,
+    patience,
     P: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr,
     STEP: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +80,9 @@ def exchange_kernel(
     `units` is that size, and the strides are the distances from one message to the next in `source` and `target`, in 16
     bytes; messages stand in the order of their ranks. `mailboxes` holds how far each rank's mailboxes lie from this
     rank's `own`, in 16 bytes too. A message to oneself is copied. Programs: put or take, peer, block, so that what is
-    sent starts first. A peer that is late for `patience` nanoseconds is marked in `broken` and, for the host, in
-    `report`.
+    sent starts first. A flag is raised to `word`, which tells calls apart and is not EMPTY. A peer that is late for
+    `patience` nanoseconds, or whose flag has another word, is marked in `broken` and, for the host, in `report`: LATE
+    or OTHER.
     """
     program = tl.program_id(0)
     per_peer = tl.num_programs(0) // (2 * P)
@@ -117,17 +121,19 @@ def exchange_kernel(
         flag = base + (mine + slot * BLOCKS) * FLAG
         chunk = data + (mine + slot * BLOCKS).to(tl.int64) * CHUNK
         at = i * CHUNK
-        ready = wait_for(flag, tl.where(put, EMPTY, FULL), patience, CLOCK)
+        wanted = tl.where(put, EMPTY, word)
+        seen = wait_for(flag, wanted, put, patience, CLOCK)
+        ready = seen == wanted
         if not ready:
             tl.store(broken + peer, 1)
-            tl.store(report + peer, 1)
+            tl.store(report + peer, tl.where(put | (seen == EMPTY), LATE, OTHER))
             patience = patience * 0
         tl.debug_barrier()
         if put:
             if ready:
                 _copy(source + nth * send_stride.to(tl.int64) * 4 + at, chunk, n - at, STEP, CHUNK)
                 tl.debug_barrier()
-                tl.atomic_xchg(flag, FULL, sem="release", scope="sys")
+                tl.atomic_xchg(flag, word, sem="release", scope="sys")
         else:
             out = target + nth * receive_stride.to(tl.int64) * 4 + at
             if ready:

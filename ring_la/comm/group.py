@@ -118,11 +118,18 @@ class Group(Members):
         return self._pending(what, lambda: by.exchange(sends, receives), lambda: (receives, sends)[0])
 
     def refuse_late(self, what: str) -> None:
-        """Raise a `PeerError` before `what` if a peer is known to have been late, or the error for which messages were
-        given up; waits for nothing."""
+        """Raise a `PeerError` before `what` if a peer is known to have been late, a `DisagreementError` if one was in
+        another call, or the error for which messages were given up; waits for nothing."""
         if self.agreement.calls is not None and self.agreement.calls.trouble is not None:
             raise self.agreement.calls.trouble
-        self.watch.refuse_late(what, self._late())
+        by = self.transport if self.mailboxes is None else self.mailboxes
+        late = by.late()
+        if late and isinstance(by, SymmetricTransport) and (elsewhere := by.elsewhere()):
+            raise DisagreementError(
+                f"the ranks of this group disagree on which call this is: rank {self.rank} got a message of another one"
+                f" from {self.names(elsewhere)}\nIts numbers are NaN here; a replayed graph sends as it was captured"
+            )
+        self.watch.refuse_late(what, late)
 
     def put_by_kernel(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
@@ -196,9 +203,6 @@ class Group(Members):
             return result()
 
         return Pending(finish)
-
-    def _late(self) -> list[int]:
-        return self.transport.late() if self.mailboxes is None else self.mailboxes.late()
 
 
 def _shared_number(members: Members, transport: Transport) -> int:

@@ -48,7 +48,7 @@ class Memory:
         self._own = seen[members.rank].view(torch.int32)
         self._away = torch.tensor([(x.data_ptr() - self._own.data_ptr()) // UNIT for x in seen], device=device)
         self._broken = torch.zeros(members.size, dtype=torch.int32, device=device)
-        self._report = torch.zeros(members.size, dtype=torch.int32, pin_memory=cuda)
+        self._report = torch.zeros(members.size, dtype=torch.int32, pin_memory=cuda, device="cpu")
         self._up = torch.ones(1, dtype=torch.int32, device=device)
         mine = slice(members.rank * SECTOR, members.rank * SECTOR + 4)
         self._flags = [x[mine].view(torch.int32) for x in seen]

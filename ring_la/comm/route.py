@@ -41,7 +41,8 @@ class Route:
         take = [asked[me][2][asked[me][0] == r] for r in range(p)]
         self.give_counts, self.take_counts = [len(g) for g in give], [len(t) for t in take]
         self._give, self._take = torch.cat(give), torch.cat(take)
-        self._filled = torch.equal(self._take, torch.arange(self.rows))  # what comes in stands as it is wanted
+        as_it_comes = torch.arange(self.rows, device="cpu")
+        self._filled = torch.equal(self._take, as_it_comes)  # what comes in stands as it is wanted
         self.silent = all(bool((owner == r).all()) for r, (owner, _, _) in enumerate(asked))
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:

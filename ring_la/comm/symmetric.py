@@ -6,7 +6,8 @@ not carry (sizes that are no multiple of 16 bytes, very large ones, reductions o
 group's own backend; every rank decides that from the size alone. NVLink multicast is never used.
 
 A peer that dies or stalls: after the group's timeout its messages arrive as NaN, and the next call on the group raises
-a `PeerError` that names it. The group is then of no more use.
+a `PeerError` that names it. What a peer sends in another call arrives as NaN at once, and the next call raises a
+`DisagreementError`. The group is then of no more use.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MOST = 256 << 20
 """Bytes of the largest message put by the kernel; beyond, NCCL's bandwidth counts and not its latency."""
 MOST_SUMMED = 8 << 20
 """Bytes of the largest sum made of everybody's values."""
+WORDS = True
+"""Whether messages carry a word of their call, which the GPU that takes them compares."""
 
 
 class Message(NamedTuple):
@@ -72,6 +75,7 @@ class SymmetricTransport:
     Attributes:
         own, mailboxes, broken, report, constants: as `copy_kernel.exchange_kernel` takes them. patience: nanoseconds.
         lanes: those for the states of a ring, of elementwise and of dense maps (`Lanes`).
+        word: what messages of the current call carry, odd.
     """
 
     name = "symmetric"
@@ -87,11 +91,12 @@ class SymmetricTransport:
         from . import copy_kernel as kernel
 
         self.members, self.streams, self.torch, self._memory = members, streams, torch_transport, memory
+        self.word: Callable[[], int] = lambda: 1
         self.own, device = memory.own, members.device
         away = [(address - self.own.data_ptr()) // UNIT for address in memory.addresses]
         self.mailboxes = torch.tensor(away, dtype=torch.int64, device=device)
         self.broken = torch.zeros(members.size, dtype=torch.int32, device=device)
-        self.report = torch.zeros(members.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.report = torch.zeros(members.size, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
         self.constants = dict(
             P=members.size, BLOCKS=kernel.BLOCKS, SLOTS=kernel.SLOTS, CHUNK=kernel.CHUNK, FLAG=kernel.FLAG, STEP=4096,
             CLOCK=device.type == "cuda",
@@ -119,11 +124,19 @@ class SymmetricTransport:
         kernel.prepare(own, members.size)
         mapped = share(members, agreement, own)
         memory = MailboxMemory(own, [x.data_ptr() for x in mapped], mapped)
-        return cls(members, streams, torch_transport, memory)
+        made = cls(members, streams, torch_transport, memory)
+        if WORDS:
+            made.word = agreement.word
+        return made
 
     def late(self) -> list[int]:
-        """Ranks that have let a message of ours run into the timeout so far; read without synchronisation."""
-        return [r for r, late in enumerate(self.report.tolist()) if late]
+        """Ranks that have let a message of ours run into the timeout so far, or have sent one of another call
+        (`elsewhere`); read without synchronisation."""
+        return [r for r, found in enumerate(self.report.tolist()) if found]
+
+    def elsewhere(self) -> list[int]:
+        """Ranks that have sent a message of another call so far."""
+        return [r for r, found in enumerate(self.report.tolist()) if found == 2]
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -198,8 +211,8 @@ class SymmetricTransport:
         units = m.size // UNIT, m.apart[0] // UNIT, m.apart[1] // UNIT
         launch(
             exchange_kernel, (2 * c["P"] * blocks,), _words(m.source), _words(m.target), self.own, self.mailboxes,
-            self.broken, self.report, self.members.rank, *units, m.sends, m.receives, self.patience, **c, num_warps=4,
-            stream=stream,
+            self.broken, self.report, self.members.rank, *units, m.sends, m.receives, self.word(), self.patience, **c,
+            num_warps=4, stream=stream,
         )  # fmt: skip
 
     def order(self) -> None:

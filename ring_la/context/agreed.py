@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..autograd import outside_graphs
 from ..choices import LayoutKind
-from ..comm import Entry, Route
+from ..comm import Entry, Route, refusal
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..kept import MadeOnce
 from ..layout import Layout
@@ -114,7 +114,7 @@ class AgreedLayout(OfThisProcess, Layout):
         """Compare a call now. Where the others skip it, having made such a call before, this rank's own error goes
         first."""
         try:
-            return self.cp.comm.agreement.agree(what, report)
+            return self.cp.comm.agreement.agree(what, report, alike=refusal(error))
         except PeerError:
             if error is not None:
                 raise error from None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..comm import refusal
 from ..errors import ArgumentError, RingLAError
 from ..layout import WHOLE, Layout
 from .agreed import AgreedLayout
@@ -116,7 +117,8 @@ class Bound:
         if layout.cp.validate != "never":
             hint = "All ranks of a group give layout.shard the same whole sequence: they share a seed and a sampler"
             what = f"the inputs of {type(module).__name__}"
-            layout.cp.comm.agreement.agree(what, f"refused: {error}" if error else report, hint)
+            said = f"refused: {error}" if error else report
+            layout.cp.comm.agreement.agree(what, said, hint, refusal(error))
         if error is not None:
             raise error
 

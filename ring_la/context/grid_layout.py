@@ -90,7 +90,9 @@ class GridLayout(UnevenLayout):
         for n in self.slices.counts:
             stop = start + n
             rows = [*range(start - width[0], start), *range(stop, stop + width[1])] if n else [-1] * sum(width)
-            wants.append(torch.tensor([t if 0 <= t < self.shape[0] else -1 for t in rows], dtype=torch.int64))
+            wants.append(
+                torch.tensor([t if 0 <= t < self.shape[0] else -1 for t in rows], dtype=torch.int64, device="cpu")
+            )
             start = stop
         return wants
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only, outside_graphs, refuse_transforms
-from ..blockwise import at_once, convolve_at_once, fixed, led_by_block
+from ..blockwise import BLOCK, at_once, convolve_at_once, convolve_back_at_once, fixed, led_by_block
 from ..checks import check_flag
 from ..context import ShardedLayout
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..errors import ArgumentError, RingLAError, describe_tensor
-from ..kernels.fused.short_conv import convolve, convolve_backward, plain_convolve
+from ..kernels.fused.short_conv import LedTokens, convolve, convolve_backward, plain_convolve
 from ..outputs import ShortConvOutput
 from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, facts_of
 from .leads import block_leads, final_rows, halo_route, initial_rows, leads, together
@@ -91,7 +91,7 @@ def _short_conv(
     if layout is None:
         lead, cu = leads(flat, width - 1, initial, None, options.cu_seqlens)
         o, ends = convolve(flat, weight, bias, lead, cu, silu, options.output_final_state)
-    elif fixed(layout):
+    elif fixed(layout) and not (at_once(flat) and width <= BLOCK):
         o, ends = _by_block(layout, flat, weight, bias, initial, silu)
     else:
         own = None if initial is None else initial_rows(flat, width - 1, initial, layout)
@@ -179,14 +179,12 @@ def _by_block(
         return plain_convolve(x, weight, bias, lead[:, None], None, silu, False)[0]
 
     lead, ends = block_leads(x, weight.shape[1] - 1, initial, layout)
-    if at_once(x):
-        return convolve_at_once(x, lead, weight, bias, silu, layout), ends
     return led_by_block(convolved, x, lead, layout, (weight, bias)), ends
 
 
 class _Split(torch.autograd.Function):
-    """`convolve` on this rank's tokens. Other ranks' rows come in one message with their neighbours; the gradients of
-    those rows go back as rows and are added to the few they belong to."""
+    """`convolve` on this rank's tokens, or `convolve_at_once`. Other ranks' rows come in one message with their
+    neighbours; the gradients of those rows go back as rows and are added to the few they belong to."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -204,7 +202,11 @@ class _Split(torch.autograd.Function):
             halo = halo_route(layout, width).start(x.movedim(1, 0)).wait().movedim(0, 1)
         lead = (halo if own is None else halo + own.to(x.dtype)).unflatten(1, (pieces, width))
         cu = None if pieces == 1 else layout.cu_pieces.to(x.device)
-        o, last = convolve(x, weight, bias, lead, cu, silu, ends)
+        if fixed(layout):
+            o = convolve_at_once(x, lead, weight, bias, silu, layout)
+            last = LedTokens.of(x, width, lead, layout.cu_pieces.to(x.device)).ends if ends else None
+        else:
+            o, last = convolve(x, weight, bias, lead, cu, silu, ends)
         ctx.layout, ctx.silu, ctx.way_back = layout, silu, layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(x, weight, bias, lead, cu, own)
         ctx.set_materialize_grads(False)
@@ -216,7 +218,11 @@ class _Split(torch.autograd.Function):
         x, weight, bias, lead, cu, own = ctx.saved_tensors
         layout, do = ctx.layout, torch.zeros_like(x) if do is None else do
         ctx.way_back()
-        dx, dweight, dbias, dlead = convolve_backward(do, dends, x, weight, bias, lead, cu, ctx.silu)
+        dlead: Tensor | None
+        if fixed(layout):
+            dx, dweight, dbias, dlead = convolve_back_at_once(do, dends, x, lead, weight, bias, ctx.silu, layout)
+        else:
+            dx, dweight, dbias, dlead = convolve_backward(do, dends, x, weight, bias, lead, cu, ctx.silu)
         rows = dlead.flatten(1, 2)  # type: ignore[union-attr]
         with layout.cp.comm.streams.in_order():
             back = halo_route(layout, weight.shape[1] - 1).start_back(rows.movedim(1, 0).contiguous(), dx.movedim(1, 0))

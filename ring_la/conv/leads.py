@@ -107,7 +107,7 @@ def _before(layout: ShardedLayout, rank: int, width: int) -> tuple[Tensor, Tenso
             for t in range(p.start - width, p.start):
                 tokens.append(t if t >= first else -1)
                 rows.append(-1 if t >= first else p.document * width + t - first + width)
-    return torch.tensor(tokens, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(tokens, dtype=torch.int64, device="cpu"), torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def together(o: Tensor, final: Tensor | None, layout: ShardedLayout | None) -> tuple[Tensor, Tensor | None]:

@@ -185,7 +185,7 @@ class Blocks:
         documents, device = zip(rows.cu_seqlens, rows.cu_seqlens[1:]), rows.tokens.device
         both = [(a, min(a + size, stop)) for start, stop in documents for a in range(start, stop, size)]
         self.rows, self.borders = rows, [*(a for a, _ in both), rows.total]
-        self.ends = torch.searchsorted(torch.tensor(self.borders[:-1]), rows.last, right=True)
+        self.ends = torch.searchsorted(torch.tensor(self.borders[:-1], device="cpu"), rows.last, right=True)
         self.first, self.end = (torch.tensor(x, device=device) for x in zip(*both))
         self.whole = self.end - self.first == size
         self.number = torch.arange(len(both), device=device)

@@ -57,7 +57,7 @@ class Rows:
         whole = layout or Layout(length, cu_seqlens=None if cu_seqlens is None else cu_seqlens.tolist())
         self.total, self.cu_seqlens = whole.seq_len, tuple(whole.cu_seqlens)
         self.last = whole.tokens()[0 if queries is None else -queries :]
-        starts = torch.tensor(self.cu_seqlens)[whole.documents_of(self.last)]
+        starts = torch.tensor(self.cu_seqlens, device="cpu")[whole.documents_of(self.last)]
         self.tokens, self.starts = self.last.to(device), starts.to(device)
 
     @classmethod

@@ -115,7 +115,7 @@ def prefill(
     model.check(ids, states, layout, cu_seqlens)
     if layout is None and ids.shape[1] == 0:
         raise ArgumentError("ids", "a prompt of at least one token", list(ids.shape))
-    cu = cu_seqlens if layout is None else torch.tensor(layout.cu_seqlens)
+    cu = cu_seqlens if layout is None else torch.tensor(layout.cu_seqlens, device="cpu")
     if cu is not None and bool((cu.diff() == 0).any()):
         raise ArgumentError("cu_seqlens", "prompts of at least one token", cu.tolist())
     states = _with_room(model, len(ids), states, layout, keys)

@@ -41,7 +41,7 @@ def save_prompt(prompt: Prefilled, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATES).unlink(missing_ok=True)
     runs = [[i, run.start, run.stop, run.step] for i, held in enumerate(rows.held) for run in held.runs]
-    tensors = {"runs": torch.tensor(runs, dtype=torch.int64).view(-1, 4)}
+    tensors = {"runs": torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 4)}
     for state in keys:
         parts = [state.views(span) for held in rows.held for span in held.spans(0, held.here)]
         for name, x in zip(("k", "v") if state.size.value else ("k",), zip(*parts)):
@@ -109,7 +109,7 @@ def _fill(rows: KeyRows, begin: list[int], files: list[Path]) -> None:
     for layer, size in enumerate(store.sizes):
         made = []
         for name, width in (("k", size.key), ("v", size.value)):
-            x = torch.empty(begin[-1], size.heads, width, dtype=store.dtype)
+            x = torch.empty(begin[-1], size.heads, width, dtype=store.dtype, device="cpu")
             for file, (source, to) in zip(open_files, places):
                 if len(source) and width:
                     x[to] = file.get_tensor(f"{layer}.{name}")[source].to(store.dtype)
@@ -121,12 +121,12 @@ def _places(runs: list[list[int]], begin: list[int], store: KeyStore) -> tuple[T
     """Which tokens of a file are this rank's, and where they go among them."""
     source, to, at = [], [], 0
     for row, start, stop, step in runs:
-        position = torch.arange(start, stop, step)
+        position = torch.arange(start, stop, step, device="cpu")
         mine = (position % store.ranks == store.rank).nonzero().flatten()
         source.append(at + mine)
         to.append(begin[row] + (position[mine] - store.rank) // store.ranks)
         at += len(position)
-    none = torch.zeros(0, dtype=torch.int64)
+    none = torch.zeros(0, dtype=torch.int64, device="cpu")
     return torch.cat([none, *source]), torch.cat([none, *to])
 
 

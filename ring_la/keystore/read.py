@@ -210,7 +210,7 @@ def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, h
     if not spans:
         return part
     k, v = (torch.cat(x).to(wide(q.dtype)) for x in zip(*map(state.views, spans)))
-    places = torch.tensor([p for run in held.runs for p in run][first:here])
+    places = torch.tensor([p for run in held.runs for p in run][first:here], device="cpu")
     for a in range(0, len(q), QUERIES):
         rows = q[a : a + QUERIES].unflatten(1, (heads, -1)).to(k.dtype)
         scores = torch.einsum("thgk,nhk->hgtn", rows, k) * how.scale

@@ -52,8 +52,8 @@ def in_rounds(
     """The rounds of a sequence ``[1, T]``, one after the other; see `HybridLM.loss_in_rounds`."""
     cu = _check(ids, cp, rounds, cu_seqlens)
     T = ids.shape[1]
-    ends = torch.zeros(T, dtype=torch.bool)
-    ends[torch.tensor([c - 1 for c in cu[1:] if c > 0])] = True
+    ends = torch.zeros(T, dtype=torch.bool, device="cpu")
+    ends[torch.tensor([c - 1 for c in cu[1:] if c > 0], device="cpu")] = True
     targets = ids.roll(-1, 1).masked_fill(ends.to(ids.device), IGNORE).long()
     total = max(1, T - int(ends.sum()))
     borders = [T * i // rounds for i in range(rounds + 1)]

@@ -284,7 +284,7 @@ def last_tokens(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | No
     """``x [B, T, D]`` at each document's last token, ``[N, D]``, on every rank. Collective under a layout."""
     if layout is None:
         return x[:, -1] if cu_seqlens is None else x[0, cu_seqlens.long()[1:] - 1]
-    owners, index = layout.owners_of(torch.tensor(layout.cu_seqlens[1:]) - 1)
+    owners, index = layout.owners_of(torch.tensor(layout.cu_seqlens[1:], device="cpu") - 1)
     rows = x.new_zeros(x.shape[0], layout.num_documents, x.shape[2])
     mine = (owners == layout.rank).nonzero().flatten()
     rows[:, mine.to(x.device)] = x[:, index[mine].to(x.device)]

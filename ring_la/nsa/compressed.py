@@ -42,9 +42,9 @@ class Compressed:
     def __init__(self, length: int, stride: int, rows: Rows) -> None:
         self.length, self.stride, self.layout, device = length, stride, rows.layout, rows.tokens.device
         counts = [max(0, (b - a - length) // stride + 1) for a, b in zip(rows.cu_seqlens, rows.cu_seqlens[1:])]
-        self.number = torch.cat([torch.arange(n) for n in counts])
-        self.document = torch.repeat_interleave(torch.tensor(counts))
-        self.first = torch.tensor(rows.cu_seqlens)[self.document] + self.number * stride
+        self.number = torch.cat([torch.arange(n, device="cpu") for n in counts])
+        self.document = torch.repeat_interleave(torch.tensor(counts, device="cpu"))
+        self.first = torch.tensor(rows.cu_seqlens, device="cpu")[self.document] + self.number * stride
         last = self.first + length - 1
         self.last = last.to(device)
         owners = torch.zeros_like(last) if rows.layout is None else rows.layout.owners_of(last)[0]
@@ -52,7 +52,7 @@ class Compressed:
         self._rank = 0 if rows.layout is None else rows.layout.rank
         by_rank = [torch.nonzero(owners == r).flatten() for r in range(self.world_size)]
         self.lengths, self.order = tuple(map(len, by_rank)), torch.cat(by_rank)
-        tokens = [self.first[mine, None] + torch.arange(length) for mine in by_rank]
+        tokens = [self.first[mine, None] + torch.arange(length, device="cpu") for mine in by_rank]
         self._wanted = [t.unique() for t in tokens]
         self._inside = torch.searchsorted(self._wanted[self._rank], tokens[self._rank]).to(device)
         self.positions = (self.number[by_rank[self._rank]] * stride).to(device)

@@ -83,9 +83,9 @@ def _made_of_layout(k: Tensor, v: Tensor, maps: Maps, sizes: Sizes, layout: Shar
 def _last_of_layout(x: Tensor, count: int, layout: ShardedLayout) -> Tensor:
     """The last `count` rows of each document of ``x [B, T, …]`` on every rank ``[N, count, …]``, zeros before its
     first."""
-    stops = torch.tensor(layout.cu_seqlens[1:])
-    places = stops[:, None] - count + torch.arange(count)
-    there = places >= torch.tensor(layout.cu_seqlens[:-1])[:, None]
+    stops = torch.tensor(layout.cu_seqlens[1:], device="cpu")
+    places = stops[:, None] - count + torch.arange(count, device="cpu")
+    there = places >= torch.tensor(layout.cu_seqlens[:-1], device="cpu")[:, None]
     owners, index = layout.owners_of(torch.where(there, places, 0).flatten())
     out = x.new_zeros(x.shape[0], places.numel(), *x.shape[2:])
     mine = ((owners == layout.rank) & there.flatten()).nonzero().flatten()

@@ -46,7 +46,7 @@ def token(
     G, S = states
     kept, written = g.exp()[..., None, None], beta[..., None] * k
     G, S = kept * G + outer(written, k), kept * S + outer(written, v)
-    x = torch.linalg.solve(G.mT + torch.diag_embed(lam), q)
+    x = torch.linalg.solve(G + torch.diag_embed(lam), q)
     return (G, S), read(S, x)
 
 
@@ -88,7 +88,7 @@ def mesa_net(
     with torch.no_grad():
         x = solver(q, scale)
     final = dict(scale=1.0, output_final_state=options.output_final_state)
-    y, G = simple_gla(x, written, k, g, initial_state=G, **final, **options.scan)
+    y, G = simple_gla(x, k, written, g, initial_state=None if G is None else G.mT, **final, **options.scan)  # G x
     o, S = simple_gla(
         _Solved.apply(q, y, lam, x, solver, scale, options.layout),
         written,
@@ -98,7 +98,7 @@ def mesa_net(
         **final,
         **options.scan,
     )
-    return LinearAttentionOutput(o, None if S is None else (G, S))  # type: ignore[arg-type]
+    return LinearAttentionOutput(o, None if S is None or G is None else (G.mT, S))  # type: ignore[arg-type]
 
 
 def _solver(
@@ -114,10 +114,10 @@ def _solver(
         system = System(aligned(k), aligned(g), aligned(beta), aligned(lam), None if G is None else aligned(G.float()))
         return lambda right, scale: solved(aligned(right.to(k.dtype)), system, cu, steps, scale)
     keys, rate = k.to(state_dtype_of({"k": k, "lam": lam})), beta[..., None]
-    written = rate * keys
+    written, turned = rate * keys, None if G is None else G.mT
 
     def times(p: Tensor) -> Tensor:
-        return simple_gla(p, written, keys, g, scale=1.0, initial_state=G, **options.scan).o
+        return simple_gla(p, keys, written, g, scale=1.0, initial_state=turned, **options.scan).o
 
     def solve(right: Tensor, scale: float) -> Tensor:
         return _conjugate_gradients(times, lam, scale * right.to(keys.dtype), steps, options.layout).to(right.dtype)

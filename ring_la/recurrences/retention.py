@@ -36,7 +36,7 @@ def lightning_decay(heads: int, layer_idx: int = 0, num_layers: int = 1, device:
 @functools.lru_cache(maxsize=256)
 def _numbers(decay: Callable[..., Tensor], *arguments: int) -> tuple[float, ...]:
     """A paper's log-decays as numbers of the host."""
-    return tuple(decay(*arguments).tolist())
+    return tuple(decay(*arguments, device=torch.device("cpu")).tolist())
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ class OnTheWay:
     def __init__(self, x: Tensor) -> None:
         self._there = None
         if x.is_cuda:
-            x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record()
         self._x = x if self._there is not None else x.clone()

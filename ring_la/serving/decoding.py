@@ -39,7 +39,7 @@ class Decoding:
         jobs = self.jobs
         stay = [i for i, job in enumerate(jobs) if not job.cancelled]
         if len(stay) < len(jobs):
-            word = Word(What.STAY, ids=torch.tensor(stay)) if stay else Word(What.CLEAR)
+            word = Word(What.STAY, ids=torch.tensor(stay, device="cpu")) if stay else Word(What.CLEAR)
             fail_all([jobs[i] for i in stay], self._say(word, NOBODY))
         self._jobs = {row.number: self._jobs[row.number] for row in self._batch.rows}
 
@@ -79,7 +79,7 @@ class Decoding:
         if not any(stay):
             self._say(Word(What.CLEAR), NOBODY)
             return
-        ids = torch.tensor([token if stays else -1 for token, stays in zip(tokens, stay)])
+        ids = torch.tensor([token if stays else -1 for token, stays in zip(tokens, stay)], device="cpu")
         fail_all([job for job, stays in zip(jobs, stay) if stays], self._say(Word(What.STEP, ids=ids), NOBODY))
 
     def _take(self, job: Completion, token: int | Exception | None) -> bool:

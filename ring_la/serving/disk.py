@@ -94,7 +94,9 @@ class Disk:
 
         shared = [f"{i}." for i, kind in enumerate(packed.kinds) if isinstance(kind, int)]
         mine = {n: x for n, x in packed.tensors.items() if self._rank == 0 or _is_key(n, shared)}
-        mine["runs"] = torch.tensor([[r.start, r.stop, r.step] for r in packed.runs], dtype=torch.int64).view(-1, 3)
+        mine["runs"] = torch.tensor(
+            [[r.start, r.stop, r.step] for r in packed.runs], dtype=torch.int64, device="cpu"
+        ).view(-1, 3)
         (self._folder / name).mkdir(exist_ok=True)
         kinds = [kind if isinstance(kind, int) else kind.__name__ for kind in packed.kinds]
         said = {"model": self._model, "name": name, "rank": self._rank, "length": packed.length, "kinds": kinds}
@@ -139,7 +141,7 @@ class Disk:
                     layer = home.layers[i] if n.endswith(".k") else None
                     if layer is not None and (carried := layer.carried_of(x[:, -1])) is not None:
                         tensors[f"{i}.carried"] = carried
-                    x = x[0, torch.arange(mine.start - begin, len(whole), mine.step)]
+                    x = x[0, torch.arange(mine.start - begin, len(whole), mine.step, device="cpu")]
                 tensors[n] = x
         return PackedPrefix(parent, begin, about["length"], kinds, tensors, [mine] if layers and mine else [])
 
@@ -210,7 +212,9 @@ def _gathered(files: Sequence[Any], name: str, wanted: range) -> Tensor:
     out = first.new_empty(len(wanted), *first.shape[1:])
     for file in files:
         runs = file.get_tensor("runs").tolist()
-        at = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(*run) for run in runs)])
+        at = torch.cat(
+            [torch.zeros(0, dtype=torch.int64, device="cpu"), *(torch.arange(*run, device="cpu") for run in runs)]
+        )
         source = ((at - wanted.start) % wanted.step == 0).nonzero().flatten()
         out[(at[source] - wanted.start) // wanted.step] = file.get_tensor(name)[source]
     return out

@@ -116,7 +116,7 @@ class Prompts:
         end, start = self._piece_end(reading, beside), time.monotonic()
         self._last_key += 1
         key = self._last_key
-        error = self._say(Word(What.READ, key, reading.state, ids=torch.tensor(ids[reading.at : end])))
+        error = self._say(Word(What.READ, key, reading.state, ids=torch.tensor(ids[reading.at : end], device="cpu")))
         if error is not None:
             return error
         job.trail.pieces.append((reading.at, end))
@@ -228,4 +228,4 @@ def _word(move: Move) -> Word:
     if move.to is None:
         return Word(What.FORGET, move.key)
     name = torch.frombuffer(bytearray(move.name), dtype=torch.int64)
-    return Word(What.MOVE, move.key, move.to, ids=torch.cat([name, torch.tensor([move.before])]))
+    return Word(What.MOVE, move.key, move.to, ids=torch.cat([name, torch.tensor([move.before], device="cpu")]))

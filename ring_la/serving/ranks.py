@@ -133,7 +133,7 @@ class Ranks:
         if self.comm is None:
             return
         said = "done" if error is None else f"{type(error).__name__}: {error}"
-        told = self.comm.all_gather(torch.tensor([zlib.crc32(said.encode())])).wait()
+        told = self.comm.all_gather(torch.tensor([zlib.crc32(said.encode())], device="cpu")).wait()
         if bool((told != told[0]).any()):
             self.comm.agreement.agree("what came of a request", said)
 
@@ -143,11 +143,11 @@ class Ranks:
         Raises:
             PeerError: a rank died, or did not say so within the timeout.
         """
-        if self.comm is None or not self.comm.all_gather(torch.tensor([error is not None])).wait().any():
+        if self.comm is None or not self.comm.all_gather(torch.tensor([error is not None], device="cpu")).wait().any():
             return error
         said = "" if error is None else f"rank {self.comm.rank}: {type(error).__name__}: {error}"
         return RuntimeError(next(text for text in self.comm.agreement.tell(said) if text))
 
     def _exchange(self, *row: int) -> Tensor:
         """Every rank's four numbers ``[P, 4]``."""
-        return self.comm.all_gather(torch.tensor(row)).wait()
+        return self.comm.all_gather(torch.tensor(row, device="cpu")).wait()

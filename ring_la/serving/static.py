@@ -67,8 +67,8 @@ class StaticBatch(Batch):
         self._cp, self._most = cp, most
         self._seats: list[int] = []  # of the rows
         self._taken: dict[int, tuple[int, int]] = {}  # columns at first, the most of a rank, and tokens since
-        self._logits = torch.zeros(0, model.vocab_size)
-        self._choice = torch.zeros(0, dtype=torch.int64)
+        self._logits = torch.zeros(0, model.vocab_size, device="cpu")
+        self._choice = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._keys: StaticRows | None = None
         self.graphs = 0
         self._sizes: list[KeySize | None] = []
@@ -145,7 +145,7 @@ class StaticBatch(Batch):
             self._ahead = False
             return
         self._room(1, self._longest(), ())
-        self._take(torch.tensor(tokens))
+        self._take(torch.tensor(tokens, device="cpu"))
         self._step.wait()  # a rank that died is named instead of waited for
 
     def _longest(self) -> int:
@@ -178,7 +178,7 @@ class StaticBatch(Batch):
         if isinstance(state, LayerKeys):
             [held] = state.rows.held
             views = [state.views(span) for span in held.spans(0, held.here)]
-            k, v = (torch.cat(x) for x in zip(*views)) if views else (torch.zeros(0),) * 2
+            k, v = (torch.cat(x) for x in zip(*views)) if views else (torch.zeros(0, device="cpu"),) * 2
             return k, v, None if state.carried is None else state.carried[0]
         carried = None if self._layers is None else self._layers[i].carried_of(state.k[:, -1])
         mine = self._mine
@@ -194,10 +194,10 @@ class StaticBatch(Batch):
         for state in prompt.states:
             if isinstance(state, LayerKeys):
                 [held] = state.rows.held
-                return torch.tensor([p for run in held.runs for p in run], dtype=torch.int64), held.length
+                return torch.tensor([p for run in held.runs for p in run], dtype=torch.int64, device="cpu"), held.length
             if isinstance(state, KVCache):
-                return torch.arange(state.k.shape[1])[self._mine], state.k.shape[1]
-        return torch.zeros(0, dtype=torch.int64), 0
+                return torch.arange(state.k.shape[1], device="cpu")[self._mine], state.k.shape[1]
+        return torch.zeros(0, dtype=torch.int64, device="cpu"), 0
 
     def _room(self, seats: int, columns: int, like: Sequence[Any]) -> None:
         """Memory for so many seats and columns of keys; what is there stays."""

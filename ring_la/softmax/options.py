@@ -46,7 +46,8 @@ class AttentionOptions(NamedTuple):
         if self.dropout_p:
             if self.dropout_seed is None and q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError("dropout_seed", "an int in a captured step", None, "A graph repeats one seed")
-            seed = torch.randint(2**62, ()) if self.dropout_seed is None else torch.tensor(self.dropout_seed)
+            given = self.dropout_seed
+            seed = torch.randint(2**62, (), device="cpu") if given is None else torch.tensor(given, device="cpu")
         return Scores(
             scale=q.shape[-1] ** -0.5 if self.scale is None else float(self.scale),
             softcap=float(self.softcap),

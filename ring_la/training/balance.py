@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from ..choices import LayoutKind
 from ..errors import ArgumentError
 from ..layout import Layout
-from .data import Corpus
+from .data import Corpus, shuffled
 from .flops import Work, pairs
 
 TRIED = 16
@@ -109,8 +109,8 @@ def plan(
 
 def by_rank(lengths: Sequence[int], ranks: int, kind: LayoutKind = "zigzag") -> Tensor:
     """Pairs of attention each rank has in a sequence of these documents, int64 ``[P]``."""
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    triangles = torch.tensor([0, *(pairs(n) for n in lengths)]).cumsum(0)
+    ends = torch.tensor([0, *lengths], device="cpu").cumsum(0)
+    triangles = torch.tensor([0, *(pairs(n) for n in lengths)], device="cpu").cumsum(0)
     total = int(ends[-1])
 
     def before(t: int) -> int:
@@ -121,7 +121,7 @@ def by_rank(lengths: Sequence[int], ranks: int, kind: LayoutKind = "zigzag") -> 
     out = [0] * ranks
     for s in Layout(total, kind, ranks, cu_seqlens=ends).segments:
         out[s.owner] += before(s.stop) - before(s.start)
-    return torch.tensor(out)
+    return torch.tensor(out, device="cpu")
 
 
 def spread_over_ranks(
@@ -134,7 +134,7 @@ def spread_over_ranks(
     generator = torch.Generator().manual_seed(seed)
     longest = sorted(pieces, key=lambda p: -p.length)
     tried = [pieces, longest, longest[::-1]]
-    tried += [[pieces[i] for i in torch.randperm(len(pieces), generator=generator).tolist()] for _ in range(TRIED)]
+    tried += [[pieces[i] for i in shuffled(len(pieces), generator).tolist()] for _ in range(TRIED)]
     return min(tried, key=lambda order: int(by_rank([p.length for p in order], ranks, kind).max()))
 
 
@@ -199,7 +199,7 @@ class BalancedSequences(Dataset):
     def _plan(self, epoch: int) -> list[list[Bin]]:
         """The steps of an epoch; documents of its last one that leave a sequence empty go to the next epoch."""
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
-        order = torch.randperm(self.corpus.documents, generator=generator).tolist()
+        order = shuffled(self.corpus.documents, generator).tolist()
         over = self._over.get(epoch, [])
         keywords: dict[str, Any] = dict(before=over, pool=self.pool, longest=self.max_document)
         steps = plan(self.lengths, order, self.sequences, self.seq_len, self.work, **keywords)
@@ -209,7 +209,7 @@ class BalancedSequences(Dataset):
         if not steps:
             expected = f"documents for {self.sequences} sequences of 2 tokens and more"
             raise ArgumentError("corpus", expected, f"{self.corpus.documents} of {self.corpus.size} tokens")
-        return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
+        return [steps[i] for i in shuffled(len(steps), generator).tolist()]
 
     def _find(self, step: int) -> list[Bin]:
         """The sequences of a step."""

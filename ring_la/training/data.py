@@ -123,11 +123,11 @@ class Corpus:
                 ids = coder.encode(text)
                 if ids:
                     ids = [*ids, coder.end] if coder.end is not None else ids
-                    out.write(torch.tensor(ids, dtype=torch.int32).numpy().tobytes())
+                    out.write(torch.tensor(ids, dtype=torch.int32, device="cpu").numpy().tobytes())
                     offsets.append(offsets[-1] + len(ids))
         if offsets[-1] == 0:
             raise ArgumentError("source", "files with text", source)
-        (folder / "offsets.bin").write_bytes(torch.tensor(offsets).numpy().tobytes())
+        (folder / "offsets.bin").write_bytes(torch.tensor(offsets, device="cpu").numpy().tobytes())
         about = {"vocab_size": coder.vocab_size, "documents": len(offsets) - 1, "tokens": offsets[-1]}
         partial = folder / "corpus.json.part"
         partial.write_text(json.dumps(about | {"source": source, "tokenizer": tokenizer}))
@@ -174,6 +174,11 @@ def _check_column(column: str, there: list[str], file: Path) -> None:
         raise ArgumentError("text_column", f"one of {there} in {file}", repr(column))
 
 
+def shuffled(n: int, generator: torch.Generator) -> Tensor:
+    """0 to before n in a random order, on the CPU whatever the default device is."""
+    return torch.randperm(n, generator=generator, device="cpu")
+
+
 class PackedSequences(Dataset):
     """Sequence i of the corpus: ``(ids int64 [T], offsets of the documents in it, a list of ints [N+1])``.
 
@@ -196,7 +201,7 @@ class PackedSequences(Dataset):
     def _order(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The documents of an epoch, and where each ends in it."""
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
-        order = torch.randperm(self.corpus.documents, generator=generator)
+        order = shuffled(self.corpus.documents, generator)
         return order, self.corpus.offsets.diff()[order].cumsum(0)
 
     def __getitem__(self, i: int) -> tuple[Tensor, list[int]]:

@@ -79,12 +79,12 @@ def test_the_page_says_what_was_measured(tmp_path):
     assert tables.markdown(found, f"../../{name}") in (ROOT / "docs/developers/operators.md").read_text()
     page = tmp_path / "page.md"
     page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    tables.write(found, tmp_path / "raw/ops.json", page)
+    tables.write([(found, tmp_path / "raw/ops.json")], page)
     table = tables.markdown(found, "raw/ops.json")
     assert page.read_text() == f"before\n{tables.BEGIN}\n{table}\n{tables.END}\nafter\n"
     page.write_text(tables.END)
     with pytest.raises(ArgumentError, match="docs"):
-        tables.write(found, tmp_path / "ops.json", page)
+        tables.write([(found, tmp_path / "ops.json")], page)
 
 
 def test_what_is_slower_larger_or_less_exact_than_a_peer_is_listed():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_la.blockwise import switch
+from ring_la.softmax.backends.triton import launch
 from tests.support.interpreter import compute_bf16, interpreted
 from tests.support.pool import Ranks
 from tests.support.same_bits import Run, differing, step_of
@@ -25,7 +26,7 @@ SECONDS = 600.0
 
 
 def step(rank: int, run: Run, layers: list[str]) -> dict[str, Tensor]:
-    switch.everywhere = True
+    switch.everywhere = launch.interpreted = True
     return step_of(rank, run, layers, torch.bfloat16, True, LENGTHS)
 
 

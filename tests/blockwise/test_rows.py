@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import ring_la
 import ring_la.nn
 from ring_la.blockwise import exact_sum
+from ring_la.blockwise.linear import _read_of
 from tests.support.pool import group
 
 
@@ -84,3 +85,16 @@ def test_sums_have_no_order(ranks):
     assert torch.equal(one, four)
     error = (one - x.double().sum(0)).abs() / x.abs().amax(0)
     assert float(error.max()) < 24 * 2.0**-36
+
+
+def test_linear_layers_share_what_they_find_of_one_tensor_only():
+    """Of the same numbers that a graph has made: another version of them, or what a replayed step may be given anew,
+    is looked at again."""
+    leaf = torch.ones(2, 3, requires_grad=True)
+    x = leaf * 2
+    first = _read_of(x)
+    assert _read_of(x) is first
+    assert _read_of(leaf * 2) is not first
+    x.mul_(2)
+    assert _read_of(x) is not first
+    assert _read_of(leaf) is not _read_of(leaf)

@@ -363,3 +363,14 @@ def test_comba_where_a_decay_leaves_nothing(dtype):
     want = reference.comba(**{n: t.double() for n, t in x.items()}).o
     got = ring_la.comba(**x).o.double()
     assert float((got - want).norm() / want.norm()) < {torch.float32: 1e-5}.get(dtype, 2e-2)
+
+
+def test_inference_mode_changes_nothing():
+    """Also where the PyTorch backend differentiates to compute a result."""
+    for r in DEFINITIONS:
+        x = make_inputs(r.name, 1, 9)
+        want = getattr(ring_la, r.name)(**x, cu_seqlens=torch.tensor([0, 4, 9])).o
+        with torch.inference_mode():
+            y = {n: t.clone() if isinstance(t, Tensor) else t for n, t in x.items()}
+            got = getattr(ring_la, r.name)(**y, cu_seqlens=torch.tensor([0, 4, 9])).o
+        assert torch.equal(got, want), r.name

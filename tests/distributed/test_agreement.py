@@ -193,6 +193,26 @@ def test_a_whole_sequence_is_not_blamed_on_the_layout(ranks):
         assert message.endswith("This is the whole sequence: layout.shard(x) first"), f"{call}: {message}"
 
 
+def check_uneven(rank: int) -> list[str]:
+    """An argument that all ranks refuse, of shards that are not as long as one another."""
+    layout = ring_la.ContextParallel(group(), scan="ring").layout(21)
+    x = make_inputs("gla", 1, layout.local_length, Hk=2, H=2)
+    wrong = x["g"][..., :5]
+    return [
+        caught(lambda: ring_la.gla(**x | {"g": wrong}, layout=layout)),
+        caught(lambda: ring_la.gla(**x | ({"g": wrong} if rank else {"k": x["k"][..., :5]}), layout=layout)),
+    ]
+
+
+def test_what_all_ranks_refuse_is_not_blamed_on_the_split(ranks):
+    results = ranks.run(2, check_uneven)
+    for rank, (same, _) in enumerate(results):
+        assert same.startswith(f"ArgumentError: g: expected [1, {11 - rank}, 2, 6]"), same
+    assert results[0][1] == results[1][1]
+    for rank, name in enumerate("kg"):
+        assert f"rank {rank}: refused: {name}: expected" in results[0][1]
+
+
 def check_store(rank: int) -> tuple[str, list[str]]:
     """The way hosts agree under NCCL, here over the same store."""
     cp = ring_la.ContextParallel(group(), scan="ring", validate="never", timeout=30.0)

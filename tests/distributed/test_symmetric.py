@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import ring_la
+from ring_la.comm.calls import Entry
+from ring_la.errors import DisagreementError
 from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
 from tests.support.pool import group
@@ -58,6 +60,24 @@ def check_messages(rank: int, size: int, folder: str) -> int:
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_by_mailboxes(ranks, tmp_path, size):
     assert min(ranks.run(size, check_messages, size, str(tmp_path))) > 20
+
+
+def check_words(rank: int, size: int, folder: str) -> tuple[list[bool], str]:
+    """Ranks that replay graphs of different calls, which no log sees: what arrives of which rank, and the error."""
+    g = over_files(rank, size, folder)
+    g.agreement.again(Entry.of("a call", "that both are in"))
+    assert g.all_gather(torch.ones(8)).wait().eq(1).all()
+    g.transport.word = lambda: 5 + 2 * rank
+    rows = g.all_gather(torch.ones(8)).wait()
+    with pytest.raises(DisagreementError) as caught:
+        g.all_gather(torch.ones(8))
+    return rows.isnan().all(1).tolist(), str(caught.value)
+
+
+def test_a_message_of_another_call_is_told_by_its_word(ranks, tmp_path):
+    for rank, (missing, error) in enumerate(ranks.run(2, check_words, 2, str(tmp_path))):
+        assert missing == [rank == 1, rank == 0]
+        assert f"rank {rank} got a message of another one from rank {1 - rank}" in error
 
 
 def check_halo(rank: int, size: int, folder: str) -> int:

@@ -6,6 +6,7 @@
     graph       forward and backward of a sharded call captured and replayed on new inputs, equal to the eager call
     borders     recurrences whose kernels exchange states among their own launches, bf16 and fp32, against one device
                 in fp64: zigzag, packed, several rows, with states; replayed, and captured
+    words       messages of another call arrive as NaN, and the next call raises
     halos       a split convolution under transport="auto", whose halo goes by mailboxes, beside the whole one
     canonical   deterministic=True under transport="auto": the same bits on 1 GPU and on all
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import ring_la
 from ring_la.algebra import Affine, transpose
 from ring_la.comm import Group
+from ring_la.errors import DisagreementError
 from ring_la.layout import Layout
 from ring_la.scan import STRATEGIES, Chain, Link, MailboxBorder
 from tests.support import border_calls as border
@@ -100,6 +102,25 @@ def test_messages(gpu_ranks, record_property):
     record_property("compared", compared[0])
     assert len(set(compared)) == 1
     assert compared[0] > 100
+
+
+def check_words(rank: int) -> tuple[list[bool], str]:
+    """Ranks that send in different calls, which no log sees: what arrives of which rank, and the error."""
+    g = groups()["symmetric"]
+    assert g.all_gather(torch.ones(8, device=g.device)).wait().eq(1).all()
+    g.transport.word = lambda: 5 + 2 * rank
+    rows = g.all_gather(torch.ones(8, device=g.device)).wait()
+    missing = rows.isnan().all(1).tolist()
+    with pytest.raises(DisagreementError) as caught:
+        g.all_gather(torch.ones(8, device=g.device))
+    return missing, str(caught.value)
+
+
+def test_a_message_of_another_call_is_told_by_its_word(gpu_ranks):
+    P = gpu_ranks.size
+    for rank, (missing, error) in enumerate(gpu_ranks.run(P, check_words)):
+        assert missing == [r != rank for r in range(P)]
+        assert f"rank {rank} got a message of another one" in error
 
 
 def check_strategies(

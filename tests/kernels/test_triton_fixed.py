@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.support.interpreter import compute_bf16, interpreted
 
@@ -12,7 +13,7 @@ interpreted()
 compute_bf16()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.fixed import library, weight, weight_sum  # noqa: E402
+from ring_la.kernels.fixed import conv, library, weight, weight_sum  # noqa: E402
 from ring_la.kernels.fixed.bounds import GROUP, bounds_of  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
@@ -76,7 +77,7 @@ def test_blocks_products_add_in_any_order(monkeypatch):
     dy[64:70] *= 1e-3
     x[:, 7] *= 100
     places = torch.tensor([[0, 64], [64, 70], [70, 134], [134, 198], [198, 230]], dtype=torch.int32, device=HERE)
-    bounds = bounds_of(dy, x, places)
+    bounds = bounds_of(dy, places), bounds_of(x, places)
 
     def sums(dtype, full, ragged):
         return block_sums(dy, x, BlockPlaces(places[full], places[ragged]), bounds, dtype)
@@ -100,7 +101,7 @@ def test_as_many_blocks_as_go_together_do_not_overflow():
     x[:, 1] *= -1
     starts = torch.arange(0, len(x), 64, dtype=torch.int32, device=HERE)
     places = torch.stack([starts, starts + 64], 1)
-    got = block_sums(x, x, BlockPlaces(places, places[:0]), bounds_of(x, x, places), torch.float32)
+    got = block_sums(x, x, BlockPlaces(places, places[:0]), (bounds_of(x, places),) * 2, torch.float32)
     exact = x.double().T @ x.double()
     assert (got.double() - exact).abs().max() <= GROUP * 2**-15
 
@@ -115,27 +116,40 @@ def test_a_large_token_leaves_others_their_bits():
     dy, x = bf16(16 * 64, 16), bf16(16 * 64, 16, seed=1)
     x[5, 3] = 3000
     places = blocks_of(len(x))
-    got = block_sums(dy, x, BlockPlaces(places, places[:0]), bounds_of(dy, x, places), torch.float32)
+    got = block_sums(
+        dy, x, BlockPlaces(places, places[:0]), (bounds_of(dy, places), bounds_of(x, places)), torch.float32
+    )
     assert (got.double() - dy.double().T @ x.double()).abs().max() <= 16 * 2**-5
 
 
-@pytest.mark.parametrize("blocks", [1, 4, 5])
-def test_tensor_cores_add_blocks_halves(blocks):
-    """Interpreted, sums are rounded otherwise: that every token of the blocks is in them, once, is what this shows."""
-    dy, x = bf16(400, 48), bf16(400, 272, seed=1)
-    places = torch.tensor([[70, 134], [0, 64], [134, 198], [198, 262], [301, 365]], dtype=torch.int32)[:blocks].to(HERE)
-    bounds, out = bounds_of(dy, x, places), torch.empty(48, 272, device=HERE)
-    weight_sum.add_full_blocks(dy, x, places, bounds, None, out)
+@pytest.mark.parametrize(("slots", "group", "run"), [(1, 128, False), (4, 4, False), (4, 2, True), (8, 128, True)])
+def test_tensor_cores_add_blocks_halves(slots, group, run, monkeypatch):
+    """Interpreted, sums are rounded otherwise: that every token of the blocks is in them, once, is what this shows, of
+    whole tiles and of tiles that programs share (none of six, two, two, all)."""
+    monkeypatch.setattr(weight_sum, "slots_of", lambda device: slots)
+    monkeypatch.setattr(weight_sum, "GROUP", group)
+    dy, x = bf16(700, 272), bf16(700, 272, seed=1)
+    starts = range(70, 646, 64) if run else (70, 0, 134, 198, 301)
+    places = torch.tensor([[a, a + 64] for a in starts], dtype=torch.int32).to(HERE)
+    bounds, out = (bounds_of(dy, places), bounds_of(x, places)), torch.full((272, 272), float("nan"), device=HERE)
     exact = sum(dy[a:b].double().T @ x[a:b].double() for a, b in places.tolist())
-    assert (out - exact).abs().max() <= blocks * 2**-7
-    whole = torch.empty_like(out, dtype=torch.float64)
-    weight_sum.add_full_blocks(dy, x, places, bounds, out, whole)
-    assert torch.equal(whole, 2 * out.double())
+    for wide in (torch.float32, torch.float64):
+        weight_sum.add_full_blocks(dy, x, places, run, bounds, out, wide)
+        assert (out - exact).abs().max() <= len(places) * 2**-7
+
+
+@pytest.mark.parametrize(
+    ("tiles", "count"), [(1, 1), (40, 256), (200, 256), (264, 3), (540, 16), (600, 256), (1070, 255)]
+)
+def test_every_block_of_every_tile_is_a_programs(tiles, count):
+    whole, split, chunks, part = weight_sum.division(tiles, count, 132)
+    assert whole + split == tiles
+    assert not split or (chunks - 1) * part < count <= chunks * part
 
 
 @pytest.mark.parametrize("adds", ["on the grid", "to nearest", "coarsely"])
 def test_a_device_is_asked_whether_it_adds_exactly(adds, monkeypatch):
-    def add(dy, x, places, bounds, before, out):
+    def add(dy, x, places, run, bounds, out, wide):
         total = torch.zeros_like(out)
         for start, stop in places.tolist():
             part = dy[start:stop].double().T @ x[start:stop].double()
@@ -204,3 +218,40 @@ def test_states_pass_from_chunk_to_chunk(rule):
     assert torch.equal(start, entering[:, :1])
     for whole, one, other in zip(grads, grads1, grads2):
         assert whole is None or torch.equal(torch.cat([one, other], 1), whole[:, :100])
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["", "with final rows"])
+def test_a_convolution_is_its_parts(ends):
+    """Two documents; the first one's last block, of 2 tokens, by itself as on another rank: the gradients of its lead
+    are what the rows before it get. All beside fp64."""
+    D, W = 40, 4
+    x, do, weight, bias = bf16(150, D), bf16(150, D, seed=1), bf16(D, W, seed=2), bf16(D, seed=3)
+    lead, dends = bf16(2, W - 1, D, seed=4), bf16(2, W - 1, D, seed=5) if ends else None
+    table = [[0, 64, 0, 130, 0], [64, 128, 0, 130, 0], [128, 130, 0, 130, 0], [130, 150, 130, 150, 1]]
+
+    def run(rows, lead, dends, table):
+        table = torch.tensor(table, dtype=torch.int32, device=HERE)
+        o = conv.block_conv(x[rows], lead, weight, bias, table, True)
+        return o, *conv.block_conv_gradients(do[rows], dends, x[rows], lead, weight, bias, table, True)
+
+    o, dx, dlead, sums = run(slice(0, 150), lead, dends, table)
+    o1, dx1, _, sums1 = run(slice(0, 128), lead[:1], None, [[0, 64, 0, 128, 0], [64, 128, 0, 128, 0]])
+    o2, dx2, back, sums2 = run(slice(128, 130), x[None, 125:128], dends[:1] if ends else None, [[0, 2, 0, 2, 0]])
+    if ends:
+        back[0, 2:] += dends[0, :1]
+    dx1[125:] += back[0]
+    assert torch.equal(torch.cat([o1, o2]), o[:130])
+    assert torch.equal(torch.cat([dx1, dx2]), dx[:130])
+    assert torch.equal(torch.cat([sums1, sums2]), sums[:3])
+    given = [t.double().requires_grad_() for t in (x, lead, weight, bias)]
+    led = [torch.cat([given[1][p], given[0][a:b]]) for p, (a, b) in enumerate(((0, 130), (130, 150)))]
+    made = [F.silu(F.conv1d(y.T[None], given[2][:, None], given[3], groups=D)[0].T) for y in led]
+    last = [y[1 - W :] for y in led]
+    wanted = torch.autograd.grad(
+        [*made, *(last if ends else [])],
+        given,
+        [do[:130].double(), do[130:].double(), *(dends.double() if ends else [])],
+    )
+    whole = sums.double().sum(0)
+    for got, exact in zip((torch.cat(made), dx, dlead, whole[:W].T, whole[W]), (o.double(), *wanted)):
+        assert (got - exact).abs().max() <= 2**-7 * exact.abs().max()

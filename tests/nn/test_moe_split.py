@@ -47,7 +47,7 @@ def make_model(**changes) -> HybridLM:
 
 
 def ids_of(T: int, batch: int) -> Tensor:
-    return torch.randint(11, (batch, T), generator=torch.Generator().manual_seed(3))
+    return torch.randint(11, (batch, T), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
 
 
 @functools.cache

@@ -109,6 +109,18 @@ def test_spans_of_any_layout(kind, cu, reach, of_spans):
     assert of_spans
 
 
+def test_programs_of_several_heads_in_one_order(of_spans, monkeypatch):
+    """The same bits, three of five heads at a time and then the other two."""
+    torch.manual_seed(0)
+    tokens = Tokens.whole(98, torch.device("cpu"), (0, 7, 60, 98))
+    scores, tensors = Scores(0.3, right=0), [torch.randn(1, 98, 5, 8) for _ in range(4)]
+    pair = Pair(tokens, tokens, scores.reach)
+    of_one = block("triton", scores, tensors, pair)
+    monkeypatch.setattr(span_launch, "PROGRAMS", 2 * len(spans.of_queries(pair, 32, 16).items) + 1)
+    assert all(map(torch.equal, block("triton", scores, tensors, pair), of_one))
+    assert of_spans
+
+
 def test_spans_of_documents_that_only_the_device_knows(of_spans):
     torch.manual_seed(0)
     cpu, cu, scores = torch.device("cpu"), (0, 7, 7, 90, 91, 198), Scores(0.3, left=50, right=0)
@@ -229,18 +241,23 @@ def test_the_first_part_holds_the_result(monkeypatch):
 
 
 @pytest.mark.parametrize("sums", [False, True], ids=["", "with running sums"])
-def test_blocks_at_fixed_places_have_the_same_bits(sums):
+@pytest.mark.parametrize(
+    ("more", "walks"), [({}, True), ({"left": 40}, True), ({"right": None}, True), ({"softcap": 2.0}, False)]
+)
+def test_blocks_at_fixed_places_have_the_same_bits(sums, more, walks, monkeypatch):
     """What a document and its gradients are does not depend on its place, nor on which rows are at hand. (NumPy's
     products look at a row's place in a tile of 64, tensor cores do not.)"""
+    launched, launch_of = [], span_launch.OfSpans._launch
+    monkeypatch.setattr(span_launch.OfSpans, "_launch", lambda self, *a: (launched.append(a), launch_of(self, *a)))
     backend, H, D = CanonicalTriton(), 2, 16
     rng = torch.Generator().manual_seed(3)
     heads = (H, H, H, H) if sums else (H, 1, 1, H)
     one, other = ([torch.randn(1, n, h, D, generator=rng) for h in heads] for n in (260, 64))
-    scores = Scores(0.3, right=0)
+    scores = Scores(0.3, **{"right": 0} | more)
     for part in (one, other) if sums else ():
         c = -torch.rand(1, part[0].shape[1], H, generator=rng, dtype=torch.float64).cumsum(1)
         part[0], part[1], near = with_sums(part[0], part[1], c, 0.3, exact=True)
-        scores = Scores(near, right=0, sums=D)
+        scores = Scores(near, **{"right": 0} | more, sums=D)
 
     def run(parts: list, rows: slice = slice(None)) -> list[torch.Tensor]:
         q, k, v, do = (torch.cat(x, 1) for x in zip(*parts))
@@ -254,6 +271,7 @@ def test_blocks_at_fixed_places_have_the_same_bits(sums):
         return [o, backend.query_gradients(x, k, v, scores, pair), *backend.key_gradients(x, k, v, scores, pair)]
 
     whole, turned = run([one, other]), run([other, one])
+    assert len(launched) == 6 * walks
     for a, b in zip(whole, turned):
         assert torch.equal(a[:, :260], b[:, 64:])
     for a, b in zip(run([one, other], slice(64, 250))[:2], whole):

@@ -37,5 +37,5 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: 
     own.transport = own.mailboxes = SymmetricTransport(
         own, own.streams, own.transport, memory, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
     )
-    own.mailboxes.lanes = own.mailboxes._lanes(lanes)
+    own.mailboxes.lanes, own.mailboxes.word = own.mailboxes._lanes(lanes), own.agreement.word
     return own

@@ -100,7 +100,9 @@ class InputComparison:
         if _capturing(sums.device):  # in a replay nobody reads them: the output is NaN
             return (sums != sums[:1]).any()
         if sums.is_cuda:
-            there = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            there = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True, device="cpu").copy_(
+                sums, non_blocking=True
+            )
             event = torch.cuda.Event()
             event.record()
             self._sent.append(Sent(names, there, event))
@@ -163,7 +165,8 @@ def _facts(x: object, whole: bool) -> object:
 
 def _crc(x: Tensor) -> int:
     """A checksum of the values; waits for the device."""
-    values = torch.empty(x.numel(), dtype=x.dtype).copy_(x.detach().flatten())  # a clone of one value keeps stride 0
+    values = torch.empty(x.numel(), dtype=x.dtype, device="cpu")
+    values.copy_(x.detach().flatten())  # a clone of one value keeps stride 0
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 

@@ -174,7 +174,7 @@ def _tokens_of(order: tuple[str, ...], sizes: dict[str, int], masked: GivenMask)
         raise ArgumentError(masked.name, "0 or 1 for each token", "other values")
     parts = values.bool().split([sizes[s] for s in masked.streams], 1)
     given = dict(zip(masked.streams, parts))
-    return torch.cat([given.get(s, torch.ones(len(mask), sizes[s], dtype=torch.bool)) for s in order], 1)
+    return torch.cat([given.get(s, torch.ones(len(mask), sizes[s], dtype=torch.bool, device="cpu")) for s in order], 1)
 
 
 def _attend_seen(qkv: tuple[Tensor, Tensor, Tensor], kept: list[SeenKeys] | None, how: dict[str, Any]) -> Tensor:

@@ -57,8 +57,10 @@ def counts(sizes: Sequence[int], ranks: int, units: Sequence[int]) -> tuple[int,
 
 def owners(sizes: Sequence[int], ranks: int, units: Sequence[int]) -> Tensor:
     """The rank of each token where whole streams stand one after the other, int64 on the CPU."""
-    every = torch.arange(ranks)
-    return torch.cat([every.repeat_interleave(torch.tensor(counts([n], ranks, [u]))) for n, u in zip(sizes, units)])
+    every = torch.arange(ranks, device="cpu")
+    return torch.cat(
+        [every.repeat_interleave(torch.tensor(counts([n], ranks, [u]), device="cpu")) for n, u in zip(sizes, units)]
+    )
 
 
 class Streams:

@@ -121,7 +121,8 @@ def _kept(given: dict, length: int) -> Tensor | None:
         return None
     if torch.is_grad_enabled() or "labels" in given or "shift_labels" in given:
         raise UnsupportedError("logits_to_keep", "0 with gradients or labels", keep)
-    return torch.arange(max(0, length - keep), length) if isinstance(keep, int) else torch.arange(length)[keep.cpu()]
+    every = torch.arange(length, device="cpu")
+    return every[max(0, length - keep) :] if isinstance(keep, int) else every[keep.cpu()]
 
 
 def _check_names(given: dict[str, Any]) -> None:
@@ -201,7 +202,9 @@ def _documents(given: dict, length: int, batch: int, positions: Tensor | None) -
 def _check_documents(given: dict, offsets: tuple[int, ...] | None, length: int) -> None:
     """What says the same as the offsets in another way must agree with them."""
     cache_position, numbers = given.get("cache_position"), given.get("seq_idx")
-    if cache_position is not None and not torch.equal(cache_position.cpu().flatten(), torch.arange(length)):
+    if cache_position is not None and not torch.equal(
+        cache_position.cpu().flatten(), torch.arange(length, device="cpu")
+    ):
         raise UnsupportedError("cache_position", "None, or positions from 0 where the cache is empty", "others")
     if numbers is not None:
         rows = F.pad(numbers.cpu().diff(dim=-1) != 0, (1, 0), value=True)

@@ -48,7 +48,7 @@ def check(model: nn.Module, run: Run, vocabulary: int, longest: int, device: tor
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.eval()
-        with torch.no_grad(), _without_zeros(model):
+        with torch.no_grad(), _without_zeros(model), torch.device("cpu"):  # whatever the default device is
             probe.neighbours()
             probe.places()
             probe.positions()
@@ -158,9 +158,8 @@ class _Probe:
         except Exception as error:
             where = self._describe(inside[-1] if inside else "")
             got = f"{where}, which failed: {type(error).__name__}: {error}"
-            raise UnsupportedError(
-                "model", "attention through the library's attention and mask functions", got
-            ) from error
+            runs = "a model that runs with attention through the library's attention and mask functions"
+            raise UnsupportedError("model", runs, got) from error
 
     def _far(self, a: Tensor, b: Tensor) -> Tensor:
         """Where rows differ by more than rounding, bool ``[T]``."""

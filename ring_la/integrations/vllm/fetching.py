@@ -69,7 +69,7 @@ class Worker:
     def _fetch(self, load: Load, lease: Lease, ready: torch.cuda.Event | None) -> None:
         failed = True
         try:
-            parcels = lease.parcels(load.asked, torch.tensor(load.ids), self._takers)
+            parcels = lease.parcels(load.asked, torch.tensor(load.ids, device="cpu"), self._takers)
             with torch.inference_mode(), _beside(ready):
                 self._write(load, parcels)
             failed = False

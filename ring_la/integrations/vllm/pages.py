@@ -38,7 +38,7 @@ class SequenceBlocks:
 
     def slots(self, tokens: Tensor) -> Tensor:
         """Where tokens at these places lie, int64 ``[n]``; negative: nowhere."""
-        blocks = torch.tensor(self.ids, dtype=torch.int64)[tokens // self.size]
+        blocks = torch.tensor(self.ids, dtype=torch.int64, device="cpu")[tokens // self.size]
         return torch.where(blocks < 0, -1, blocks * self.size + tokens % self.size)
 
     def of_span(self, tokens: Tensor, span: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -91,4 +91,5 @@ def runs(tokens: Tensor) -> list[list[int]]:
 
 def places(said: Sequence[Sequence[int]]) -> Tensor:
     """The places that `runs` wrote down, int64 ``[n]``."""
-    return torch.cat([torch.arange(a, b) for a, b in said]) if said else torch.zeros(0, dtype=torch.int64)
+    runs = [torch.arange(a, b, device="cpu") for a, b in said]
+    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device="cpu")

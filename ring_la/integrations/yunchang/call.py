@@ -245,4 +245,4 @@ def checked(kind: str, x: Tensors, masks: Masks, attn_type: Any) -> UpstreamCall
     scale = x.q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     window = tuple(-1 if w is None else int(w) for w in window_size)
     masks = masks._replace(softmax_scale=scale, causal=bool(causal), window_size=window, softcap=softcap)  # type: ignore[arg-type]
-    return UpstreamCall(kind, masks, attn_type, int(torch.randint(2**62, ())) if dropout_p else 0)
+    return UpstreamCall(kind, masks, attn_type, int(torch.randint(2**62, (), device="cpu")) if dropout_p else 0)

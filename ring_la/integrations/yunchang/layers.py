@@ -39,7 +39,7 @@ def set_seq_parallel_pg(
     if degree < 1 or world_size % degree:
         raise ArgumentError("world_size", f"a multiple of {sp_ulysses_degree} × {sp_ring_degree}", world_size)
     for first in range(0, world_size, degree):
-        ranks = torch.arange(first, first + degree)
+        ranks = torch.arange(first, first + degree, device="cpu")
         ring_by_ulysses = ranks.view(sp_ring_degree, sp_ulysses_degree)
         if not use_ulysses_low:
             ring_by_ulysses = ranks.view(sp_ulysses_degree, sp_ring_degree).T

@@ -23,9 +23,9 @@ class LogLinearInputs(NamedTuple):
     lam: Tensor
 
 
-def level_of(later: Tensor | int, earlier: Tensor | int) -> Tensor:
+def level_of(later: Tensor, earlier: Tensor | int) -> Tensor:
     """Bits of ``later xor earlier``."""
-    return torch.frexp((torch.as_tensor(later) ^ torch.as_tensor(earlier)).double()).exponent.long()
+    return torch.frexp((later ^ earlier).double()).exponent.long()
 
 
 def within(x: LogLinearInputs, position: int) -> Tensor:

@@ -24,61 +24,80 @@ from ring_la.kernels.spans.table import cdiv
 
 BLOCK, GROUP = 64, 128
 """Tokens of a block, and blocks that are added before a sum is read off."""
-WIDE, WARPS, MANY = 128, 4, 16
-"""Columns of a program, its warps, and of sums over blocks how many it meets at a time."""
+WIDE, WARPS, ROWS = 256, 1, 16
+"""Columns of a program, its warps, and rows that it meets at a time."""
+NARROW, MANY = 32, 64
+"""Of sums over blocks, columns of a program and blocks that it meets at a time."""
 ROOT = tl.constexpr(11.32)
 """Above √GROUP."""
 
 
 class Bounds(NamedTuple):
-    """Of all ranks' blocks: m ``[C]`` fp32 and the sum ``[C]`` fp64, of dy's N columns and, from `behind` on, x's."""
+    """Of a tensor's columns, over all ranks' blocks: m ``[C]`` fp32 and the sum ``[C]`` fp64."""
 
     norms: Tensor
     shares: Tensor
-    behind: int
+
+
+@triton.jit(do_not_specialize=("D",))
+def norms_kernel(
+    x, places, out, D, UNIT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Bounds of the norms of a block's columns, a row of ``out [blocks, D]``; inf where one is not finite."""
+    D *= UNIT
+    start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    total = tl.zeros([BD], tl.float32)
+    for first in tl.static_range(0, BT, ROWS):
+        t = start + first + tl.arange(0, ROWS)
+        at = t.to(tl.int64)[:, None] * D + d[None, :]
+        y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
+        total += tl.sum(y * y, 0)
+    norm = tl.sqrt(total) * (1.01 * 2.0**-30)
+    at = out + tl.program_id(0).to(tl.int64) * D + d
+    tl.store(at, tl.where(norm < float("inf"), norm, float("inf")), d < D)  # a NaN, too
 
 
 @triton.jit
-def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr):
-    """Bounds of the norms of a block's columns; inf where one is not finite."""
-    start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
-    t, d = start + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
-    at = t.to(tl.int64)[:, None] * D + d[None, :]
-    y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
-    norm = tl.sqrt(tl.sum(y * y, 0)) * (1.01 * 2.0**-30)
-    tl.store(out + d, tl.where(norm < float("inf"), norm, float("inf")), d < D)  # a NaN, too
+def largest_in_columns(norms, d, COUNT, C, BR: tl.constexpr):
+    """m of columns `d`, over COUNT rows."""
+    m = tl.zeros([d.shape[0]], tl.float32)
+    for first in range(0, COUNT, BR):
+        i = first + tl.arange(0, BR)
+        live = (i < COUNT)[:, None] & (d < C)[None, :]
+        m = tl.maximum(m, tl.max(tl.load(norms + i.to(tl.int64)[:, None] * C + d[None, :], live, other=0.0), 0))
+    return m
 
 
-@triton.jit(do_not_specialize=("N", "K", "BEHIND", "C"))
-def norms_kernel(
-    dy, x, places, out, N, K, BEHIND, C, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
-):
-    """Of both, a row of ``out [blocks, C]`` for each block."""
-    N *= UN
-    K *= UK
-    tiles = (N + BD - 1) // BD
-    tile = tl.program_id(1)
-    out += tl.program_id(0).to(tl.int64) * C
-    if tile < tiles:
-        block_norms(dy, places, out, tile, N, BT, BD)
-    else:
-        block_norms(x, places, out + BEHIND, tile - tiles, K, BT, BD)
-
-
-@triton.jit(do_not_specialize=("COUNT", "C"))
-def shares_kernel(norms, largest, out, COUNT, C, BR: tl.constexpr, BD: tl.constexpr):
-    """``Σ ⌈2²⁰ (norm / largest)²⌉`` over COUNT rows of norms."""
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
-    m = tl.load(largest + d, d < C, other=0.0)
+@triton.jit
+def shares_in_columns(norms, m, d, COUNT, C, BR: tl.constexpr):
+    """``Σ ⌈2²⁰ (norm / m)²⌉`` of columns `d`, over COUNT rows."""
     m = tl.where((m > 0) & (m < float("inf")), m, 1.0)[None, :]
-    total = tl.zeros([BD], tl.int64)
+    total = tl.zeros([d.shape[0]], tl.int64)
     for first in range(0, COUNT, BR):
         i = first + tl.arange(0, BR)
         live = (i < COUNT)[:, None] & (d < C)[None, :]
         share = tl.load(norms + i.to(tl.int64)[:, None] * C + d[None, :], live, other=0.0) / m
         share = tl.where(share <= 1.0, share, 1.0)
         total += tl.sum(tl.ceil(share * share * 2.0**20).to(tl.int64), 0)
-    tl.store(out + d, total.to(tl.float64), d < C)
+    return total.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=("COUNT", "C"))
+def shares_kernel(norms, largest, out, COUNT, C, BR: tl.constexpr, BD: tl.constexpr):
+    """Shares of what `largest` says."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m = tl.load(largest + d, d < C, other=0.0)
+    tl.store(out + d, shares_in_columns(norms, m, d, COUNT, C, BR), d < C)
+
+
+@triton.jit(do_not_specialize=("COUNT", "C"))
+def bounds_kernel(norms, largest, shares, COUNT, C, BR: tl.constexpr, BD: tl.constexpr):
+    """Both of COUNT rows."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m = largest_in_columns(norms, d, COUNT, C, BR)
+    tl.store(largest + d, m, d < C)
+    tl.store(shares + d, shares_in_columns(norms, m, d, COUNT, C, BR), d < C)
 
 
 @triton.jit
@@ -89,21 +108,17 @@ def bound_above(norms, shares, at, mask):
     return power_above(m * tl.minimum(root, ROOT))
 
 
-def norms_of_blocks(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
-    """Bounds of the norms of all columns of blocks of ``dy [rows, N]``, and from the place returned on of
-    ``x [rows, K]``: fp32 ``[blocks, C]``; inf where one is not finite. places: int32 ``[blocks, 2]``."""
-    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
-    behind = cdiv(N, 4) * 4  # on a boundary of 16 bytes
-    out = torch.empty(len(places), behind + cdiv(K, 4) * 4, device=x.device)
-    un, uk = unit_of(N), unit_of(K)
-    if behind != N or K % 4:
-        out.zero_()
+def norms_of_blocks(x: Tensor, places: Tensor) -> Tensor:
+    """Bounds of the norms of all columns of blocks of ``x [rows, C]``, fp32 ``[blocks, C]``; inf where one is not
+    finite. places: int32 ``[blocks, 2]``."""
+    x, C = aligned(x), x.shape[-1]
+    out, unit = torch.empty(len(places), C, device=x.device), unit_of(C)
     if len(places):
         launch(
-            norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, N // un, K // uk,
-            behind, out.shape[1], UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=WARPS,
+            norms_kernel, (len(places), cdiv(C, WIDE)), x, places, out, C // unit, UNIT=unit, BT=BLOCK, BD=WIDE,
+            ROWS=ROWS, num_warps=WARPS,
         )  # fmt: skip
-    return out, behind
+    return out
 
 
 def largest_norms(norms: Tensor) -> Tensor:
@@ -115,14 +130,18 @@ def shares_of(norms: Tensor, largest: Tensor) -> Tensor:
     """The sum of shares of these blocks, whole numbers in fp64 ``[C]``; largest: m of all ranks."""
     out = torch.empty(norms.shape[1], dtype=torch.float64, device=norms.device)
     launch(
-        shares_kernel, (cdiv(norms.shape[1], WIDE),), norms, largest, out, len(norms), norms.shape[1],
-        BR=MANY, BD=WIDE, num_warps=4,
+        shares_kernel, (cdiv(norms.shape[1], NARROW),), norms, largest, out, len(norms), norms.shape[1],
+        BR=MANY, BD=NARROW, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def bounds_of(dy: Tensor, x: Tensor, places: Tensor) -> Bounds:
+def bounds_of(x: Tensor, places: Tensor) -> Bounds:
     """`Bounds` where these blocks are all there are."""
-    norms, behind = norms_of_blocks(dy, x, places)
-    largest = largest_norms(norms)
-    return Bounds(largest, shares_of(norms, largest), behind)
+    norms = norms_of_blocks(x, places)
+    count, C = norms.shape
+    largest, shares = norms.new_empty(C), norms.new_empty(C, dtype=torch.float64)
+    launch(
+        bounds_kernel, (cdiv(C, NARROW),), norms, largest, shares, count, C, BR=MANY, BD=NARROW, num_warps=4,
+    )  # fmt: skip
+    return Bounds(largest, shares)

@@ -12,8 +12,8 @@ from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.spans.table import cdiv
 
-RUN, WIDE = 256, 64
-"""Rows and columns of a program."""
+RUN, WIDE, AT_ONCE = 256, 64, 64
+"""Rows and columns of a program, and rows that it meets at a time."""
 FEW, NARROW = 1024, 32
 """Rows of which one program does all, and its columns."""
 
@@ -96,7 +96,7 @@ def largest_of_columns(x: Tensor) -> Tensor:
     out = torch.zeros(D, dtype=torch.int32, device=x.device)
     if rows:
         launch(
-            largest_kernel, (cdiv(rows, RUN), cdiv(D, WIDE)), x, out, rows, D // unit, UNIT=unit, RUN=RUN, BR=16,
+            largest_kernel, (cdiv(rows, RUN), cdiv(D, WIDE)), x, out, rows, D // unit, UNIT=unit, RUN=RUN, BR=AT_ONCE,
             BD=WIDE, num_warps=4,
         )  # fmt: skip
     return out.view(torch.float32)
@@ -109,6 +109,6 @@ def column_sums(x: Tensor, largest: Tensor, headroom: int) -> Tensor:
     if rows:
         launch(
             sum_kernel, (cdiv(rows, RUN), cdiv(D, WIDE)), x, aligned(largest), out, rows, D // unit, UNIT=unit,
-            HEADROOM=1.5 * 2**headroom, RUN=RUN, BR=16, BD=WIDE, num_warps=4,
+            HEADROOM=1.5 * 2**headroom, RUN=RUN, BR=AT_ONCE, BD=WIDE, num_warps=4,
         )  # fmt: skip
     return out

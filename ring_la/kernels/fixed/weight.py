@@ -73,36 +73,42 @@ def weight_kernel(
 
 
 class BlockPlaces(NamedTuple):
-    """Where blocks start and end, int32 ``[n, 2]``: those of 64 tokens, and shorter ones."""
+    """Where blocks start and end, int32 ``[n, 2]``: those of 64 tokens, and shorter ones.
+
+    Attributes:
+        run: whether those of 64 stand one behind the other.
+    """
 
     full: Tensor
     ragged: Tensor
+    run: bool = False
 
     def __len__(self) -> int:
         return len(self.full) + len(self.ragged)
 
 
-def block_sums(dy: Tensor, x: Tensor, places: BlockPlaces, bounds: Bounds, dtype: torch.dtype) -> Tensor:
-    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: multiples of the grid in
-    fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded, for whom
-    nothing is to be added to them."""
+def block_sums(dy: Tensor, x: Tensor, places: BlockPlaces, bounds: tuple[Bounds, Bounds], dtype: torch.dtype) -> Tensor:
+    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``, of these bounds: multiples of
+    the grid in fp64, or in fp32 if all ranks together have no more than FEW blocks; in another dtype they are rounded,
+    for whom nothing is to be added to them."""
     dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
-    of = [(some[i : i + GROUP], some is places.full) for some in places for i in range(0, len(some), GROUP)]
     wide = dtype
     if dtype not in (torch.float32, torch.float64):
         wide = torch.float32 if len(places) <= FEW else torch.float64
     whole: Tensor | None = None
-    for i, (some, full) in enumerate(of):
-        described = full and N % 16 == K % 16 == 0 and adds_exactly(dy.dtype, dy.device)
-        if not described and cdiv(N, TILE[0]) * cdiv(K, TILE[1]) <= NARROW:
+    full, rest, run = places
+    if len(full) and N % 16 == K % 16 == 0 and adds_exactly(dy.dtype, dy.device):
+        whole = dy.new_empty(N, K, dtype=wide if len(rest) else dtype)
+        add_full_blocks(dy, x, full, run, bounds, whole, wide)
+        full = full[:0]
+    of = [some[i : i + GROUP] for some in (full, rest) for i in range(0, len(some), GROUP)]
+    for i, some in enumerate(of):
+        if cdiv(N, TILE[0]) * cdiv(K, TILE[1]) <= NARROW:
             whole = dy.new_zeros(N, K, dtype=wide) if whole is None else whole
             _add_blocks(dy, x, some, bounds, None, whole, RUN)
             continue
         out = dy.new_empty(N, K, dtype=dtype if i == len(of) - 1 else wide)
-        if described:
-            add_full_blocks(dy, x, some, bounds, whole, out)
-        else:
-            _add_blocks(dy, x, some, bounds, whole, out, 0)
+        _add_blocks(dy, x, some, bounds, whole, out, 0)
         whole = out
     if whole is None:
         return torch.zeros(N, K, dtype=dtype, device=dy.device)
@@ -110,14 +116,14 @@ def block_sums(dy: Tensor, x: Tensor, places: BlockPlaces, bounds: Bounds, dtype
 
 
 def _add_blocks(
-    dy: Tensor, x: Tensor, places: Tensor, bounds: Bounds, before: Tensor | None, out: Tensor, run: int
+    dy: Tensor, x: Tensor, places: Tensor, bounds: tuple[Bounds, Bounds], before: Tensor | None, out: Tensor, run: int
 ) -> None:
     """At most GROUP blocks, added to `before`; by `run` of them, to `out` itself."""
-    (N, K), (bn, bk), behind = out.shape, TILE, bounds.behind
+    (N, K), (bn, bk) = out.shape, TILE
     un, uk = unit_of(N), unit_of(K)
     launch(
         weight_kernel, (cdiv(N, bn) * cdiv(K, bk), cdiv(len(places), run) if run else 1), dy, x, places,
-        bounds.norms, bounds.shares, bounds.norms[behind:], bounds.shares[behind:], out if before is None else before,
-        out, len(places), N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=bn, BK=bk, RUN=run, START=START,
-        ADD=before is not None, PREC="ieee", num_warps=4, num_stages=7,  # of which places take some
+        *bounds[0], *bounds[1], out if before is None else before, out, len(places), N // un, K // uk, UN=un, UK=uk,
+        BT=BLOCK, BN=bn, BK=bk, RUN=run, START=START, ADD=before is not None, PREC="ieee", num_warps=4,
+        num_stages=7,  # of which places take some
     )  # fmt: skip

@@ -64,7 +64,8 @@ class ChunkedRecurrence:
         self.rule, self.inputs, self.scale = rule, inputs, scale
         q = inputs.q
         size, lead = canonical or (CHUNK[rule.decay], None)
-        self.chunks = Chunks(q.shape[1], size, cu, lead, q.device)
+        with torch.inference_mode(False):  # autograd saves what `_cut` goes by
+            self.chunks = Chunks(q.shape[1], size, cu, lead, q.device)
         wide = any(x is not None and x.dtype == torch.float64 for x in inputs)
         self.dtype = torch.float64 if wide else torch.float32
         self.state_shape = (q.shape[0], self.chunks.pieces, *inputs.state)
@@ -145,7 +146,7 @@ class ChunkedRecurrence:
     def _differentiable(self, S0: Tensor | None) -> Differentiable:
         """The terms computed so that their gradient can be taken."""
         with recording():
-            leaves = Inputs(*(None if x is None else x.detach().requires_grad_() for x in self.inputs))
+            leaves = Inputs(*(None if x is None else _leaf(x) for x in self.inputs))
             x, decay = self._cut(leaves)
             state = state_terms(self.rule, x, decay)
             values = (state.A, state.b, *output_terms(self.rule, x, decay, self.scale, state))
@@ -239,11 +240,17 @@ def _per_piece(mask: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Autograd on, also inside a registered operator, where the dispatcher has switched it off."""
+    """Autograd on, also in inference mode, and inside a registered operator, where the dispatcher has it off."""
     keys = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradOther, keys.ADInplaceOrView):
-        excluded = excluded.remove(key)
-    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-    with guard, torch.enable_grad():
-        yield
+    with torch.inference_mode(False):
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradOther, keys.ADInplaceOrView):
+            excluded = excluded.remove(key)
+        guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+        with guard, torch.enable_grad():
+            yield
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """x as autograd may record it, which of a tensor of inference mode is a copy."""
+    return (x.clone() if x.is_inference() else x).detach().requires_grad_()

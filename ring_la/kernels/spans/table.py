@@ -61,6 +61,10 @@ BACKWARD: Table = {
     64: Tiling(64, 4, 2), 128: Tiling(64, 4, 2), 256: Tiling(64, 8, 1), ("delta_diagonal", 128): Tiling(128, 8, 2),
     ("dplr_diagonal", 128): Tiling(128, 8, 2),
 }  # fmt: skip
+# The same passes where a piece is one span, so that its programs are few and what counts is how long a chunk takes.
+# From benchmarks.tuning.in_order; never by rows of a batch or tokens, of which bits must not depend.
+IN_ORDER_OUTPUT: Table = OUTPUT | {("delta_scalar", 128): Tiling(16, 4, 3)}
+IN_ORDER_BACKWARD: Table = BACKWARD | {("delta_scalar", 128): Tiling(16, 4, 3)}
 PAIRS: Table = {64: Tiling(64, 4, 2), 128: Tiling(128, 4, 1), 256: Tiling(128, 4, 1)}
 GRADIENT: Table = {
     64: Tiling(64, 4, 3), 128: Tiling(64, 4, 3), 256: Tiling(64, 4, 2), ("delta_scalar", 128): Tiling(64, 4, 4)

@@ -159,13 +159,14 @@ def maps_back(plan: SpanPlan, products: ChunkProducts, do: Tensor, transition: T
 
 
 def adjoints_after_chunks(
-    plan: SpanPlan, products: ChunkProducts, do: Tensor, states: ChunkStates, adjoint: Tensor | None, dS0: Tensor
-) -> ChunkAdjoints:
+    plan: SpanPlan, products: ChunkProducts, do: Tensor, states: ChunkStates, adjoint: Tensor | None, dS0: Tensor,
+    entries: Table = BACKWARD,
+) -> ChunkAdjoints:  # fmt: skip
     """From the gradients of the states after the spans (None: zero); `dS0` takes those of the states that enter the
     pieces. `states`: of the same chunks."""
     adjoints, dr = torch.empty_like(states.states), torch.empty_like(do)
     found = ChunkAdjoints(adjoints, dr, torch.empty_like(dr) if plan.rule.write == "dplr" else None)
-    _backward(plan, products, do, BACKWARD, BackwardTensors(adjoint, found, dS0), False, False)
+    _backward(plan, products, do, entries, BackwardTensors(adjoint, found, dS0), False, False)
     return found
 
 

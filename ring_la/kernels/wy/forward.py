@@ -181,11 +181,11 @@ def maps_of_spans(plan: SpanPlan, products: ChunkProducts, v: Tensor, all: bool)
 
 def output(
     plan: SpanPlan, products: ChunkProducts, v: Tensor, entering: Tensor | None, leaving: Tensor,
-    chunks: ChunkStates | None,
+    chunks: ChunkStates | None, entries: Table = OUTPUT,
 ) -> Tensor:  # fmt: skip
     """o, given the states that enter the spans (None: zero); `leaving` and `chunks` are filled, too."""
     o = plan.tokens(plan.sizes.V)
-    _forward(plan, products, v, OUTPUT, ForwardTensors(entering, o, chunks, leaving))
+    _forward(plan, products, v, entries, ForwardTensors(entering, o, chunks, leaving))
     return o
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Backward, InputGradients, Output
 from ring_la.kernels.spans.crossing import Entered
+from ring_la.kernels.spans.table import IN_ORDER_BACKWARD, IN_ORDER_OUTPUT
 from ring_la.kernels.wy.forward import output, room_for_states
 from ring_la.kernels.wy.recurrence import WYRecurrence
 from ring_la.kernels.wy.saved import ChunkStates, SavedProducts, WYSaved
@@ -16,7 +17,7 @@ def forward(local: WYRecurrence, S0: Tensor | None) -> Output:
     plan, v = local.plan, local.inputs.v
     products, leaving = local._products(SavedProducts(), False), plan.states_of_pieces()
     states = room_for_states(plan, v) if local.use.saved else None
-    o = output(plan, products, v, S0, leaving, states)
+    o = output(plan, products, v, S0, leaving, states, IN_ORDER_OUTPUT)
     if states is None:
         return Output(o, leaving, ())
     kept = WYSaved(products.saved, u=states.u if plan.dense else None, states=states.states)
@@ -29,4 +30,4 @@ def gradients(local: WYRecurrence, backward: Backward, dS_end: Tensor | None) ->
     products = local._products(saved.products, False)
     assert saved.states is not None
     states = ChunkStates(local.inputs.v if saved.u is None else saved.u, saved.states)
-    return local._rest(backward, products, states, Entered(dS_end, plan.states_of_pieces()))
+    return local._rest(backward, products, states, Entered(dS_end, plan.states_of_pieces()), IN_ORDER_BACKWARD)

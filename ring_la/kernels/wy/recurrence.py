@@ -16,6 +16,7 @@ from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, 
 from ring_la.kernels.spans.crossing import Entered, cross, enter
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
+from ring_la.kernels.spans.table import BACKWARD, Table
 from ring_la.kernels.wy.backward import adjoints_after_chunks, maps_back
 from ring_la.kernels.wy.delta_gradients import delta_gradients
 from ring_la.kernels.wy.diagonal_gradients import diagonal_gradients
@@ -180,11 +181,12 @@ class WYRecurrence:
         return InputGradients(plan.as_given(self.given, grads), None)
 
     def _rest(
-        self, backward: Backward, products: ChunkProducts, states: ChunkStates, entered: Entered
-    ) -> InputGradients:
+        self, backward: Backward, products: ChunkProducts, states: ChunkStates, entered: Entered,
+        entries: Table = BACKWARD,
+    ) -> InputGradients:  # fmt: skip
         """All gradients, given those of the states after the spans (None: zero)."""
         plan, rule, do, (adjoint, dS0, _) = self.plan, self.plan.rule, self.plan.cotangent(backward.do), entered
-        back = adjoints_after_chunks(plan, products, do, states, adjoint, dS0)
+        back = adjoints_after_chunks(plan, products, do, states, adjoint, dS0, entries)
         by_chunk = diagonal_gradients if rule.decay == "diagonal" else delta_gradients
         by_chunk = dplr_gradients if rule.write == "dplr" else by_chunk
         grads = by_chunk(plan, self.inputs, products, do, states, back)

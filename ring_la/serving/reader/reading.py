@@ -178,7 +178,7 @@ class Reader:
     def _lay(self, key: int, cache: RankCache) -> dict[str, Any]:
         """This rank's parcel, laid into memory; or why it was not, which is this rank's alone."""
         layout, rank = cache.layout, self.cp.rank
-        last = int(layout.owners_of(torch.tensor([layout.seq_len - 1]))[0])
+        last = int(layout.owners_of(torch.tensor([layout.seq_len - 1], device="cpu"))[0])
         try:
             tensors = [self._handed(entry) for entry in cache.entries if rank == last or _of_tokens(entry)]
             pieces, size = planned(tensors)
@@ -204,7 +204,7 @@ class Reader:
 
     def _rehearse(self) -> None:
         """Read a few tokens, before anybody is told that the reader is there."""
-        ids = torch.arange(min(4 * self.cp.size, self.longest or 4 * self.cp.size)) % self.vocab_size
+        ids = torch.arange(min(4 * self.cp.size, self.longest or 4 * self.cp.size), device="cpu") % self.vocab_size
         self._forward(ids, RankCache())
 
 

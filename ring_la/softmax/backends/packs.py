@@ -58,7 +58,7 @@ class Side:
         rows = (
             slice(spans[0][0], spans[-1][1])
             if _adjacent(spans)
-            else torch.cat([torch.arange(a, b) for a, b in spans]).to(device)
+            else torch.cat([torch.arange(a, b, device="cpu") for a, b in spans]).to(device)
         )
         return cls(rows, torch.tensor(offsets, dtype=torch.int32, device=device), max(b - a for a, b in spans))
 

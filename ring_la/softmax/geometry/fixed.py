@@ -66,10 +66,15 @@ def _made(tokens: Tokens, size: int) -> list[FixedBlock]:
     out = []
     for (d, n), rows in zip(which.T.tolist(), order.split(counts)):
         places = position[rows] - n * size
-        at = torch.full((size,), NOBODY).index_fill_(0, places, d)
+        at = torch.full((size,), NOBODY, device="cpu").index_fill_(0, places, d)
         stands = Tokens(
-            None, size, tokens.device, ((torch.arange(size) + n * size).to(tokens.device), at.to(tokens.device))
+            None,
+            size,
+            tokens.device,
+            ((torch.arange(size, device="cpu") + n * size).to(tokens.device), at.to(tokens.device)),
         )
-        stands.index = torch.zeros(size, dtype=torch.int64).index_copy_(0, places, index[rows]).to(tokens.device)
+        stands.index = (
+            torch.zeros(size, dtype=torch.int64, device="cpu").index_copy_(0, places, index[rows]).to(tokens.device)
+        )
         out.append(FixedBlock(d, n * size, size, rows.to(tokens.device), places.to(tokens.device), stands))
     return out

@@ -89,7 +89,7 @@ class Tokens:
     def _column(self, name: str) -> Tensor:
         if not self.runs:
             return torch.zeros(self.length, dtype=torch.int64, device=self.device)
-        steps = [getattr(r, name) + r.stride * torch.arange(r.length) for r in self.runs]
+        steps = [getattr(r, name) + r.stride * torch.arange(r.length, device="cpu") for r in self.runs]
         return torch.cat(steps).to(self.device)
 
     @cached_property
@@ -107,8 +107,8 @@ class Tokens:
         """Document of each row, int64 ``[T]``; ANY_DOCUMENT for rows that every document sees."""
         if self._tensors is not None:
             return self._tensors[1]
-        columns = [torch.full((r.length,), r.document) for r in self.runs or ()]
-        return (torch.cat(columns) if columns else torch.zeros(0, dtype=torch.int64)).to(self.device)
+        columns = [torch.full((r.length,), r.document, device="cpu") for r in self.runs or ()]
+        return (torch.cat(columns) if columns else torch.zeros(0, dtype=torch.int64, device="cpu")).to(self.device)
 
     @cached_property
     def places(self) -> Tensor:

@@ -67,7 +67,7 @@ def stretches(tokens: Sequence[int], order: Tensor | None) -> list[list[Landing]
     known = _known.setdefault(order, {})
     if sizes not in known:
         places = torch.empty_like(order, device="cpu")
-        places[order.cpu()] = torch.arange(len(order))
+        places[order.cpu()] = torch.arange(len(order), device="cpu")
         known[sizes] = [_runs(x) for x in places.split(list(sizes))]
     return known[sizes]
 

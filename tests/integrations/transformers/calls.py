@@ -10,7 +10,9 @@ LENGTH = 21
 
 
 def ids(rows: int = 1, seed: int = 3) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCABULARY, (rows, LENGTH), generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+    )
 
 
 def parallel(name: str, **options):

@@ -34,9 +34,9 @@ def modules(rank: int, name: str) -> None:
 
     cp = ring_la.ContextParallel(group(), scan="ring", timeout=60)
     model, alone = parallelize(make(name), cp, check=False), make(name)
-    spread = split_experts(model, DeviceMesh.from_group(group(), "cpu"))[0]
+    spread = split_experts(model, DeviceMesh.from_group(group(), torch.get_default_device().type))[0]
     whole = next(m for m in alone.modules() if hasattr(m, "has_gate"))
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     x = torch.randn(30, 32, dtype=torch.float64, generator=generator)
     chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(30)])
     weights, dy = (torch.rand(n, dtype=torch.float64, generator=generator) for n in ((30, 2), (30, 32)))

@@ -24,7 +24,7 @@ def check(rank: int, names: list[str]) -> dict[str, int]:
     from ring_la.integrations.transformers.tensor_parallel import tensor_parallel
     from ring_la.training import sum_gradients
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("tensor", "context"))
     cp = ring_la.ContextParallel(mesh["context"], scan="ring", attention="ring")
     x, found = ids(2), {}
     for name in names:

@@ -50,6 +50,18 @@ def capped(s, cap, CAP: tl.constexpr):
 
 
 @triton.jit
+def probabilities(s, lse, bias, scale, cap, CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """(p, ds/ds after the softcap) of products q·k; `bias`: ALiBi's."""
+    if CAP or ALIBI:
+        s, bent = capped(s * scale, cap, CAP)
+        if ALIBI:
+            s -= bias
+        return tl.exp2((s - lse) * LOG2E), bent
+    else:
+        return tl.exp2(tl.fma(s, scale * LOG2E, -lse * LOG2E)), s
+
+
+@triton.jit
 def seen(qd, kd, distance, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Pairs a query sees; a key of document −1 is of every document."""
     mask = (qd == kd) | (kd == -1)
@@ -115,13 +127,15 @@ def forward(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SUMS:
                 s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
-            s *= scale
-            s, _ = capped(s, cap, CAP)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
-            if ALIBI:
-                s -= slope * tl.abs(kp - qp).to(tl.float32)
-            s *= LOG2E
+            if CAP or ALIBI:
+                s, _ = capped(s * scale, cap, CAP)
+                if ALIBI:
+                    s -= slope * tl.abs(kp - qp).to(tl.float32)
+                s *= LOG2E
+            else:
+                s *= scale * LOG2E
             if border == 1:
                 kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
                 s = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), s, -float("inf"))
@@ -190,13 +204,10 @@ def backward_keys(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if SUMS:
                     s += ck + tl.load(CQ + at, mask=rows < Tq, other=0.0)[None, :]
-                s *= scale
-                s, slope_of_cap = capped(s, cap, CAP)
                 if ALIBI or border == 1:
                     qp = tl.load(QP + rows, mask=rows < Tq, other=0)[None, :]
-                if ALIBI:
-                    s -= slope * tl.abs(kp - qp).to(tl.float32)
-                p = tl.exp2((s - lse) * LOG2E)
+                bias = slope * tl.abs(kp - qp).to(tl.float32) if ALIBI else 0.0
+                p, slope_of_cap = probabilities(s, lse, bias, scale, cap, CAP, ALIBI)
                 if border == 1:
                     qd = tl.load(QD + rows, mask=rows < Tq, other=-4)[None, :]
                     p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
@@ -270,13 +281,10 @@ def backward_queries(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SUMS:
                 s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
-            s *= scale
-            s, slope_of_cap = capped(s, cap, CAP)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
-            if ALIBI:
-                s -= slope * tl.abs(kp - qp).to(tl.float32)
-            p = tl.exp2((s - lse) * LOG2E)
+            bias = slope * tl.abs(kp - qp).to(tl.float32) if ALIBI else 0.0
+            p, slope_of_cap = probabilities(s, lse, bias, scale, cap, CAP, ALIBI)
             if border == 1:
                 kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
                 p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)

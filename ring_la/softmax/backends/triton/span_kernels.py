@@ -4,8 +4,8 @@ A program has some rows, of one long document or of several short ones, and walk
 the first one on: ``start + n · BN``. Tiles ``whole … until − 1`` are seen whole; in the others two comparisons with the
 ends of each row's span are the mask. Tiles of the walk are fetched by descriptors, which leaves registers to products;
 behind the last row these give zeros, or another head's numbers, which no span reaches. Scores are multiplied once, by
-``scale · log2 e``, on their way into a power of two. Programs of a head start with those that have most to do. As in
-`kernels`, no atomics, and scores of the keys' kernel are formed transposed.
+``scale · log2 e``, on their way into a power of two. Programs of a head, or of some heads together, start with those
+that have most to do. As in `kernels`, no atomics, and scores of the keys' kernel are formed transposed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-CHANGING = ("Tq", "Tk", "H", "groups", "items", "Tn")
+CHANGING = ("Tq", "Tk", "H", "groups", "items", "together", "Tn")
 """Arguments that change from call to call: no kernel is compiled anew for them."""
 
 
@@ -28,15 +28,25 @@ def own_rows(X, rows, columns, width, stride, FULL: tl.constexpr):
     return tl.load(at, mask=(columns < width)[None, :], other=0.0)
 
 
+@triton.jit
+def turn(items, together):
+    """This program's item and head (batches and heads counted on): some heads at a time, each item for all of them."""
+    program = tl.program_id(0)
+    first = program // (items * together) * together
+    some = tl.minimum(together, tl.num_programs(0) // items - first)
+    inside = program - first * items
+    return inside // some, first + inside % some
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    Q, K, V, O, L, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
+    Q, K, V, O, L, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, together, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of the rows of one item, of one head."""
-    item, bh = tl.program_id(0) % items, tl.program_id(0) // items
+    item, bh = turn(items, together)
     b, h = bh // H, bh % H
     g = h // (H // groups)
     WORK += item * 6
@@ -63,7 +73,7 @@ def forward(
             s = tl.where((keys[None, :] >= low) & (keys[None, :] < high), s, -float("inf"))
         new = tl.maximum(top, tl.max(s, 1) * factor)
         safe = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(s * factor - safe[:, None])
+        p = tl.exp2(tl.fma(s, factor, -safe[:, None]))
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(p, 1)
         v = V.load([b, start + n * BN, g, 0]).reshape(BN, BV)
@@ -80,13 +90,13 @@ def forward(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_keys(
-    Q, K, V, DO, L, DELTA, DK, DV, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
+    Q, K, V, DO, L, DELTA, DK, DV, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, together, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (contiguous ``[B, Tk, groups, ·]``) of the keys of one item, over all query heads that read them."""
-    item, bg = tl.program_id(0) % items, tl.program_id(0) // items
+    item, bg = turn(items, together)
     b, g = bg // groups, bg % groups
     WORK += item * 6
     first, end, start = tl.load(WORK), tl.load(WORK + 1), tl.load(WORK + 2)
@@ -113,7 +123,7 @@ def backward_keys(
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             if SUMS:
                 s += ck + CQ.load([of_head + start + n * BM])[None, :]
-            p = tl.exp2(s * factor - lse)
+            p = tl.exp2(tl.fma(s, factor, -lse))
             if (n < whole) | (n >= until):
                 p = tl.where((rows[None, :] >= low) & (rows[None, :] < high), p, 0.0)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -133,13 +143,13 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_queries(
-    Q, K, V, DO, L, DELTA, DQ, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
+    Q, K, V, DO, L, DELTA, DQ, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, together, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (contiguous ``[B, Tq, H, K]``) of the rows of one item, of one head."""
-    item, bh = tl.program_id(0) % items, tl.program_id(0) // items
+    item, bh = turn(items, together)
     b, h = bh // H, bh % H
     g = h // (H // groups)
     WORK += item * 6
@@ -166,7 +176,7 @@ def backward_queries(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SUMS:
             s += cq + tl.load(CK + tl.minimum(keys, Tk - 1))[None, :]
-        p = tl.exp2(s * factor - lse)
+        p = tl.exp2(tl.fma(s, factor, -lse))
         if (n < whole) | (n >= until):
             p = tl.where((keys[None, :] >= low) & (keys[None, :] < high), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)

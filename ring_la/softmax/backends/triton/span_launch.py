@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from .table import TileSettings
 if TYPE_CHECKING:
     from ....kernels.runtime.triton_version import TensorDescriptor
 
+PROGRAMS = 0
+"""Programs of four warps that go together at least, the dearest first: those of as many heads as it takes, so that a
+kernel ends evenly. 0: of one head."""
 BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
@@ -25,7 +28,8 @@ def _has_copy_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _aligned(x: Tensor) -> bool:
+def fetchable(x: Tensor) -> bool:
+    """Whether descriptors can be of it."""
     steps = (stride * x.element_size() for stride in x.stride()[:3])
     return x.numel() > 0 and x.data_ptr() % BOUNDARY == 0 and all(step % BOUNDARY == 0 for step in steps)
 
@@ -33,18 +37,29 @@ def _aligned(x: Tensor) -> bool:
 class OfSpans(BlockCall):
     """The kernels of spans (`span_kernels`)."""
 
+    options: ClassVar[dict[str, Any]] = {}
+    """Of Triton's compiler."""
+
     @property
-    def possible(self) -> bool:
-        """Whether they do this block: spans are all there is to its scores, and its tiles can be fetched (on GPUs of 16
-        bits a number and K = V without padding: others have not been tried)."""
+    def tried(self) -> bool:
+        """Whether they are for such heads: on GPUs of 16 bits a number and K = V without padding."""
         q, K, V = self.q, self.q.shape[3], self.v.shape[3]
         tried = q.element_size() == 2 and K == V == self.width and _has_copy_engine(q.device) if q.is_cuda else True
-        return (
-            max(64, self.width) in table.SPANS_FORWARD
-            and tried
-            and spans.simple(self.pair, self.scores)
-            and all(map(_aligned, (q, self.k, self.v, self.o)))
-        )
+        return max(64, self.width) in table.SPANS_FORWARD and tried
+
+    @property
+    def possible(self) -> bool:
+        """Whether they do this block: spans are all there is to its scores, and its tiles can be fetched."""
+        tensors = self.q, self.k, self.v, self.o
+        return self.tried and spans.simple(self.pair, self.scores) and all(map(fetchable, tensors))
+
+    def of_queries(self, how: TileSettings) -> spans.SpanWork:
+        """Items of queries, and their walks."""
+        return spans.of_queries(self.pair, how.rows, how.keys)
+
+    def of_keys(self, how: TileSettings) -> spans.SpanWork:
+        """Items of keys, and their walks."""
+        return spans.of_keys(self.pair, how.rows, how.keys)
 
     def forward(self, o: Tensor, lse: Tensor) -> None:
         """Write o and lse."""
@@ -65,14 +80,14 @@ class OfSpans(BlockCall):
     def over_queries(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
         """One program for each item of queries and head; tiles of keys are fetched."""
         how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
-        work = spans.of_queries(self.pair, how.rows, how.keys)
+        work = self.of_queries(how)
         tensors = [q, _tiles(k, how.keys), _tiles(v, how.keys), *more]
         self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors, self.of_sums)
 
     def over_keys(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
         """One program for each item of keys and key head; tiles of queries are fetched, and their numbers."""
         how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
-        work, (lse, delta, *results) = spans.of_keys(self.pair, how.rows, how.keys), more
+        work, (lse, delta, *results) = self.of_keys(how), more
         numbers = [_numbers(x, how.rows) for x in (lse, delta)]
         of_sums = self.of_sums and (_numbers(self.of_sums[0], how.rows), self.of_sums[1])
         tensors = [_tiles(q, how.rows), k, v, _tiles(self.o, how.rows), *numbers, *results]
@@ -84,11 +99,12 @@ class OfSpans(BlockCall):
         from ....kernels.runtime.launch import filled, launch
 
         items, (q, k) = len(work.items), (self.q, self.k)
+        together = max(1, -(-PROGRAMS * 4 // (how.warps * items)))
         launch(
             kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
-            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, _length(q.shape[1]), *self.strides,
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, together, _length(q.shape[1]), *self.strides,
             BM=how.rows, BN=how.keys, **self.shared,
-            num_warps=how.warps, num_stages=how.stages, tensors="any",
+            num_warps=how.warps, num_stages=how.stages, tensors="any", **self.options,
         )  # fmt: skip
 
 

@@ -47,17 +47,17 @@ def simple(pair: Pair, scores: Scores) -> bool:
 @once
 def of_queries(pair: Pair, rows: int, keys: int) -> SpanWork:
     """Items of at most `rows` queries, which walk tiles of `keys` keys."""
-    return _work(pair.rows, _spans(pair.rows, pair.keys, *pair.reach), rows, keys, 1)
+    return work_of(pair.rows, spans_of(pair.rows, pair.keys, *pair.reach), rows, keys, 1)
 
 
 @once
 def of_keys(pair: Pair, rows: int, keys: int) -> SpanWork:
     """Items of at most `keys` keys, which walk tiles of `rows` queries."""
     left, right = pair.reach
-    return _work(pair.keys, _spans(pair.keys, pair.rows, right, left), keys, rows, BOUNDARY)
+    return work_of(pair.keys, spans_of(pair.keys, pair.rows, right, left), keys, rows, BOUNDARY)
 
 
-def _spans(rows: Tokens, others: Tokens, back: int | None, ahead: int | None) -> tuple[Tensor, Tensor]:
+def spans_of(rows: Tokens, others: Tokens, back: int | None, ahead: int | None) -> tuple[Tensor, Tensor]:
     """Of each row the first of the others it sees, and the one behind the last."""
     places = (others.documents * (2 * FAR) + others.positions).contiguous()  # rises, as the rows do
     first = -FAR + 1 if back is None else rows.positions - back
@@ -68,9 +68,11 @@ def _spans(rows: Tokens, others: Tokens, back: int | None, ahead: int | None) ->
     return low.to(torch.int32), high.to(torch.int32)
 
 
-def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boundary: int) -> SpanWork:
+def work_of(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boundary: int) -> SpanWork:
+    """Items of at most `size` rows with spans of the other side, which walk tiles of `step` of it from a multiple of
+    `boundary` on."""
     low, high = spans
-    cuts = torch.tensor(_cuts(rows, size), dtype=torch.int32).to(low.device)
+    cuts = torch.tensor(_cuts(rows, size), dtype=torch.int32, device="cpu").to(low.device)
     inside = cuts[:, :1] + torch.arange(size, device=low.device, dtype=torch.int32)
     mine = inside < cuts[:, 1:]
     inside = inside.clamp(max=len(rows) - 1).long()

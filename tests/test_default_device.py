@@ -1,0 +1,81 @@
+"""What a call makes on the host is on the host, whatever device new tensors go to by default.
+
+The default device is "meta" here, whose tensors have no values; on a GPU machine it is "cuda", where a host that reads
+them would wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_la import ContextParallel
+from ring_la.inference import generate
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.training import BalancedSequences, Corpus, PackedSequences, Work
+from tests.nn.cases import DIM, make
+from tests.support.pool import group
+
+CU = (0, 3, 20, 37)
+LAYERS = ("attention", "mla", "nsa", "dsa", "moba", "retention", "gdn", "mamba2", "rwkv7", "log_linear_mamba2")
+
+
+def check(rank: int) -> None:
+    cp = ContextParallel(group(), scan="ring", attention="ring")
+    layers, x = [make(name) for name in LAYERS], torch.randn(1, 37, DIM, dtype=torch.float64)
+    model = HybridLM(HybridConfig(19, 16, ["gdn", "attention", "mla"], 2))
+    ids, other = torch.arange(37)[None] % 19, cp.layout(37, "contiguous", cu_seqlens=CU)
+    with torch.device("meta"):
+        for kind in ("contiguous", "zigzag", "striped", "balanced"):
+            layout = cp.layout(37, kind, cu_seqlens=CU)
+            local = layout.shard(x)
+            assert torch.equal(layout.gather(local), x)
+            assert torch.equal(layout.convert(local, other), other.shard(x))
+            assert {
+                layout.tokens().device.type,
+                layout.positions.device.type,
+                layout.targets(layout.shard(ids)).device.type,
+            } == {"cpu"}
+        layout = cp.layout(37, "zigzag", cu_seqlens=CU)
+        for layer in layers:
+            layer(layout.shard(x).requires_grad_(), layout=layout).o.sum().backward()
+        model.loss(layout.shard(ids), layout=layout).backward()
+        assert generate(model, cp.layout(9).shard(ids[:, :9]), 3, layout=cp.layout(9)).shape == (1, 3)
+
+
+def test_calls_of_ranks(ranks):
+    ranks.run(2, check)
+
+
+def test_packed_sequences(tmp_path):
+    (tmp_path / "a.txt").write_text("one document")
+    (tmp_path / "b.txt").write_text("another one, longer")
+
+    def read(cache: str) -> list[torch.Tensor]:
+        corpus = Corpus(Corpus.prepare(str(tmp_path / "a.txt"), str(tmp_path / cache)))
+        kinds = PackedSequences(corpus, 16), BalancedSequences(corpus, 16, 1, Work())
+        return [sequences[i][0] for sequences in kinds for i in range(2)]
+
+    want = read("one")
+    with torch.device("meta"):
+        got = read("two")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def check_parallelize(rank: int) -> None:
+    from ring_la.integrations.transformers import parallelize
+    from tests.integrations.transformers.calls import ids
+    from tests.support.transformers_models import CASES
+
+    want = CASES["qwen3_next"].make()(input_ids=ids(), labels=ids(), use_cache=False).loss
+    tokens = ids()
+    alone, cp = CASES["qwen3_next"].make(), ContextParallel(group(), scan="ring", attention="ring")
+    with torch.device("meta"):
+        model = parallelize(alone, cp)
+        got = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_models_of_transformers(ranks):
+    pytest.importorskip("transformers")
+    ranks.run(2, check_parallelize)
