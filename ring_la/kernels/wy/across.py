@@ -34,14 +34,13 @@ class SpanKernels(Protocol):
     """A rule's launches. States are those of spans ``[B, NS, H, K, V]``.
 
     Attributes:
-        name: of the rule. left: how many tensors `output` leaves for the gradients.
+        left: how many tensors `output` leaves for the gradients.
     """
 
-    name: ClassVar[str]
     left: ClassVar[int]
 
-    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
-        """The call; all of its spans have one length."""
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
+        """The call, which gradients follow if it is to `train`; all of its spans have one length."""
         ...
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
@@ -91,10 +90,9 @@ def _by_key_head(call: GDNCall | KDACall, found: Inputs) -> Inputs:
 class DeltaSpans:
     """The delta rule's and the gated delta rule's."""
 
-    name: ClassVar[str] = "delta"
     left: ClassVar[int] = 3
 
-    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
@@ -135,11 +133,12 @@ class DeltaSpans:
 class KDASpans:
     """KDA's by a bounded gate. What is kept is what enters the spans, from which the backward makes chunks' states."""
 
-    name: ClassVar[str] = "kda"
     left: ClassVar[int] = 1
 
-    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
-        return _cut(KDACall.of(inputs, cu, scale, inputs.v.shape[2]), kda_launches.CHUNK)
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
+        B, T, H = inputs.v.shape[:3]
+        heads = kda_launches.group(kda_launches.chunks(B, T, cu), H) if train else H  # of one launch
+        return _cut(KDACall.of(inputs, cu, scale, heads), kda_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
@@ -173,10 +172,9 @@ class KDASpans:
 class GLASpans:
     """GLA's, whose transitions are decays by key channel, as log2 ``[B, NS, H, K]``."""
 
-    name: ClassVar[str] = "gla"
     left: ClassVar[int] = 2
 
-    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float) -> Cut:
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:

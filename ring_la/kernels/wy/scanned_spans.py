@@ -78,7 +78,7 @@ class ScannedSpans:
     def of(
         cls, kernels: SpanKernels, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse
     ) -> ScannedSpans:
-        call, spans = kernels.cut(inputs, cu, scale)
+        call, spans = kernels.cut(inputs, cu, scale, use.saved)
         return cls(kernels, SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[FoundMaps] | None = None) -> Summary[FoundMaps]:
