@@ -151,9 +151,8 @@ def test_states_from_other_shards(name):
                         torch.tensor((0, 30, 90), dtype=torch.int32) if i == 0 else None, 128**-0.5, OutputUse(True))
         for i, p in enumerate(parts)
     ]  # fmt: skip
-    outs, entered, S = [], [], S0
+    outs, entered, S, at_border = [], [], S0, 1 if write == "delta" else None
     summaries = [shard.summary(S0 if i == 0 else None, True) for i, shard in enumerate(shards)]
-    at_border = 1 if write == "delta" else None
     for i, (shard, summary) in enumerate(zip(shards, summaries)):
         entered.append(S)
         outs.append(shard.output(None, border=Arrival(S, dS)) if i == at_border else shard.output(S, summary))
@@ -166,8 +165,8 @@ def test_states_from_other_shards(name):
         border, adjoint = (Arrival(S, end), None) if i == at_border else (None, adjoints[i])
         found.insert(0, shards[i].gradients(backs[i], end, adjoint, border))
         came = through(summaries[i].transition[:, -1:], came, back=True) + adjoints[i].entering[:, -1:]
-    got = {"o": torch.cat([out.o for out in outs], 1), "S0": found[0].entering}
-    got["S"] = torch.cat([outs[0].leaving[:, :-1], outs[-1].leaving], 1)
+    S = torch.cat([outs[0].leaving[:, :-1], outs[-1].leaving], 1)
+    got = {"o": torch.cat([out.o for out in outs], 1), "S": S, "S0": found[0].entering}
     got |= {n: torch.cat([getattr(grads.inputs, n) for grads in found], 1) for n in x}
     check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
 
