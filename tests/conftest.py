@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,6 +29,14 @@ def pytest_collection_finish() -> None:
 def ranks():
     """The pool of ranks (see tests/support/pool.py)."""
     pool = Ranks()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+    """As many ranks as there are GPUs, or `--gpu-ranks` on those there are, joined by NCCL (tests/support/pool.py)."""
+    pool = Ranks(max(1, torch.cuda.device_count(), pytestconfig.getoption("gpu_ranks")), "nccl")
     yield pool
     pool.stop()
 

@@ -5,9 +5,8 @@
 Each rank's own block and rounds, as a copied ring has them, on keys that are there already, in a CUDA graph. What is
 left to the bound (one call that sees everything, with the FLOPs that a rank owes) is what tiles, launches and merges
 cost, and how even the ranks are; what a real ring takes beyond the dearest rank is its exchange. Bytes are those of
-keys and values that each rank receives. `general` is `triton` without its kernels of spans, `together n` with the
-programs of some heads, n or more, in one order. `--streams 2` puts every other round on a second stream, as `Copied`
-can; `--alone` times each block by itself, too.
+keys and values that each rank receives. `general` is `triton` without its kernels of spans. `--streams 2` puts every
+other round on a second stream, as `Copied` can; `--alone` times each block by itself, too.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor
 from benchmarks.options import need_gpus
 from ring_la.layout import KINDS, Layout
 from ring_la.softmax.backends import BACKENDS, AttentionBackend, QueryRows
-from ring_la.softmax.backends.triton import span_launch, table
+from ring_la.softmax.backends.triton import table
 from ring_la.softmax.geometry import Pair, Reach, Tokens
 from ring_la.softmax.merging import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
@@ -47,8 +46,7 @@ CASES: dict[str, tuple[str, int]] = {
 }
 ROUNDS = 8
 TIMED = "forward", "total"
-VARIANTS = {f"together {n}": dict(PROGRAMS=n) for n in (264, 528, 1056)}
-KERNELS = "general", *VARIANTS, *BACKENDS
+KERNELS = "general", *BACKENDS
 
 
 def scores_of(case: str, D: int) -> Scores:
@@ -59,9 +57,8 @@ def scores_of(case: str, D: int) -> Scores:
 @contextmanager
 def kernel_of(name: str) -> Iterator[AttentionBackend]:
     """A kernel by name."""
-    variant = mock.patch.multiple(span_launch, **VARIANTS[name]) if name in VARIANTS else nullcontext()
-    with variant, mock.patch.dict(table.SPANS_FORWARD, clear=name == "general"):
-        yield BACKENDS.get(name, BACKENDS["triton"])
+    with mock.patch.dict(table.SPANS_FORWARD, clear=name == "general"):
+        yield BACKENDS["triton" if name == "general" else name]
 
 
 class Rank:
@@ -174,12 +171,7 @@ class Way(NamedTuple):
     """How blocks are computed: by which kernel, on how many streams."""
 
     kernel: str
-    streams: int = 1
-
-    @property
-    def bound(self) -> str:
-        """The kernel of its bound."""
-        return "triton" if self.kernel in VARIANTS else self.kernel
+    streams: int
 
 
 Make = Callable[[AttentionBackend], Rank]
@@ -231,7 +223,7 @@ def bench(
 
         return make
 
-    names = sorted({way.bound for way in ways})
+    names = sorted({way.kernel for way in ways})
     times = []
     for pairs in ranks:
         bounds = [(name, rank_of(Scores(D**-0.5), [bounding])) for name in names]
@@ -242,7 +234,7 @@ def bench(
     rows = []
     for i, way in enumerate(ways):
         row = facts | dict(kernel=way.kernel, streams=way.streams, apart=off[i])
-        row |= dict(bound={n: statistics.median(bounds[way.bound][n] for bounds, *_ in times) for n in TIMED})
+        row |= dict(bound={n: statistics.median(bounds[way.kernel][n] for bounds, *_ in times) for n in TIMED})
         row |= dict(ranks={n: [each[i][n] for _, each, _ in times] for n in TIMED})
         row |= dict(alone=[[block[i] for block in blocks] for *_, blocks in times])
         rows.append(row | {n: max(ms) for n, ms in row["ranks"].items()})

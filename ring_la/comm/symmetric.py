@@ -6,8 +6,8 @@ not carry (sizes that are no multiple of 16 bytes, very large ones, reductions o
 group's own backend; every rank decides that from the size alone. NVLink multicast is never used.
 
 A peer that dies or stalls: after the group's timeout its messages arrive as NaN, and the next call on the group raises
-a `PeerError` that names it. What a peer sends in another call arrives as NaN at once, and the next call raises a
-`DisagreementError`. The group is then of no more use.
+a `PeerError` that names it. With WORDS, what a peer sends in another call arrives as NaN at once, and the next call
+raises a `DisagreementError`. The group is then of no more use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST = 256 << 20
 """Bytes of the largest message put by the kernel; beyond, NCCL's bandwidth counts and not its latency."""
 MOST_SUMMED = 8 << 20
 """Bytes of the largest sum made of everybody's values."""
-WORDS = True
-"""Whether messages carry a word of their call, which the GPU that takes them compares."""
+WORDS = False
+"""Whether messages carry a word of their call, which the GPU that takes them compares: no GPU has run that yet."""
 
 
 class Message(NamedTuple):

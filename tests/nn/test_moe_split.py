@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ring_la import ArgumentError, ContextParallel, RingLAError
 from ring_la.inference import decode, prefill
 from ring_la.models import HybridConfig, HybridLM
+from tests.support.gpu import on_gpus
 from tests.support.pool import group
 
 from .moe_cases import COEFFICIENTS, DIM, EXPERTS, HIDDEN, gradients, make, same, tokens
@@ -81,6 +82,12 @@ def check_split(rank: int, T: int, kind: str, cu: list[int] | None) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_loss_and_every_gradient_equal_one_process(ranks, split, P):
     ranks.run(P, check_split, *SPLITS[split])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("P", [2, 4])
+def test_loss_and_every_gradient_on_gpus(gpu_ranks, P):
+    on_gpus(gpu_ranks, P, check_split, *SPLITS["packed"])
 
 
 def test_the_auxiliary_loss_is_part_of_the_loss():

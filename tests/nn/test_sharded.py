@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_la import ContextParallel, RingLAError, UnsupportedError
 from tests.nn.cases import DIM, NAMES, make, parts
+from tests.support.gpu import on_gpus
 from tests.support.pool import group
 
 TOKENS = 37
@@ -83,6 +84,14 @@ def close(a: torch.Tensor, b: torch.Tensor, label: str = "") -> None:
 def test_split_is_whole(ranks, name, case):
     size, kind, cu = CASES[case]
     ranks.run(size, check, name, kind, cu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", CASES)
+def test_split_is_whole_on_gpus(gpu_ranks, name, case):
+    size, kind, cu = CASES[case]
+    on_gpus(gpu_ranks, size, check, name, kind, cu)
 
 
 @pytest.mark.parametrize("name", ["attention", "gdn", "rwkv7"])

@@ -48,6 +48,7 @@ def check_copied(rank: int, P: int, folder: str, documents: str, features: tuple
         (2, "short", ("causal", "two for one")),
         (3, "uneven", ("causal", "all", "values narrower", "window")),
         (4, "packed", ("two for one", "all rear", "window both sides")),
+        (4, "uneven", ("causal",)),
         (4, "many", ("causal", "full")),
     ],
 )
@@ -104,6 +105,22 @@ def rounds_of(T: int, P: int, reach: Reach, cu=None) -> list[list[int]]:
     tokens = tuple(Tokens.of_ranks(layout, [r], torch.device("cpu")) for r in range(P))
     schedule = Schedule(mock.Mock(keys=tokens), needs_of(tokens, tokens, reach))
     return [[len({s.owner for s in spans}) for spans in rounds] for rounds in schedule.spans]
+
+
+@pytest.mark.parametrize("P", [4, 8])
+@pytest.mark.parametrize("kind", ["zigzag", "balanced"])
+@pytest.mark.parametrize("cu", [None, (0, 7, 90, 91, 512)])
+def test_keys_of_several_owners_stand_in_order(P, kind, cu):
+    """Owners' segments lie between each other's: only keys by document and position are kernels' spans of keys."""
+    layout = Layout(512, kind, P, cu_seqlens=cu)
+    tokens = tuple(Tokens.of_ranks(layout, [r], torch.device("cpu")).fewest_runs()[0] for r in range(P))
+    schedules = [Schedule(mock.Mock(keys=tokens), needs_of(tokens, tokens, Reach(None, 0))) for _ in range(P)]
+    rounds = [x for rank, schedule in enumerate(schedules) for x in schedule.rounds(rank)]
+    assert all(x.keys.rising for x in rounds)
+    assert any(len(x.spans) > len({s.owner for s in x.spans}) for x in rounds)
+    for owner, inbox in enumerate(schedules[0].letters(owner) for owner in range(P)):
+        letters = [x for r in rounds for x in r.letters if x.owner == owner]
+        assert sorted(i for x in letters for i in range(x.place, x.place + len(x))) == list(range(sum(map(len, inbox))))
 
 
 def test_few_keys_come_in_one_round():

@@ -109,18 +109,6 @@ def test_spans_of_any_layout(kind, cu, reach, of_spans):
     assert of_spans
 
 
-def test_programs_of_several_heads_in_one_order(of_spans, monkeypatch):
-    """The same bits, three of five heads at a time and then the other two."""
-    torch.manual_seed(0)
-    tokens = Tokens.whole(98, torch.device("cpu"), (0, 7, 60, 98))
-    scores, tensors = Scores(0.3, right=0), [torch.randn(1, 98, 5, 8) for _ in range(4)]
-    pair = Pair(tokens, tokens, scores.reach)
-    of_one = block("triton", scores, tensors, pair)
-    monkeypatch.setattr(span_launch, "PROGRAMS", 2 * len(spans.of_queries(pair, 32, 16).items) + 1)
-    assert all(map(torch.equal, block("triton", scores, tensors, pair), of_one))
-    assert of_spans
-
-
 def test_spans_of_documents_that_only_the_device_knows(of_spans):
     torch.manual_seed(0)
     cpu, cu, scores = torch.device("cpu"), (0, 7, 7, 90, 91, 198), Scores(0.3, left=50, right=0)

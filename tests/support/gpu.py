@@ -17,10 +17,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests.support.pool import Ranks
 
 FOLDER = Path(__file__).parents[1] / "gpu"
 POOLS = {"gpu_ranks", "servers"}
@@ -42,6 +46,18 @@ def ranks(least: int = 1) -> int:
 def asked(config: pytest.Config) -> bool:
     """Whether this run is of tests on GPUs."""
     return "gpu" in config.getoption("markexpr").replace("not gpu", "")
+
+
+def on_gpus(pool: Ranks, P: int, check: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``check(rank, *arguments)`` gives on P ranks of a pool on GPUs, with what it makes on each rank's GPU."""
+    if pool.size < P:
+        pytest.skip(f"needs {P} ranks, {pool.size} are here")
+    return pool.run(P, _on_gpu, check, *arguments)
+
+
+def _on_gpu(rank: int, check: Callable[..., Any], *arguments: Any) -> Any:
+    with torch.device("cuda"):
+        return check(rank, *arguments)
 
 
 def share(worker: int, workers: int, gpus: int) -> list[int]:

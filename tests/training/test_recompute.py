@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ring_la import ArgumentError, UnsupportedError
+from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.softmax.plan import AttentionMoves
 from ring_la.training import Offload, recompute
+from tests.support.gpu import on_gpus
+from tests.support.pool import group
 
 IDS = torch.arange(64)[None] % 19
 
@@ -113,3 +115,37 @@ def test_results_of_attention_are_kept(kinds, monkeypatch):
     for p, theirs in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, theirs, rtol=1e-12, atol=1e-14)
     assert len(calls) == 2
+
+
+def check_recomputed(rank: int, keep: bool) -> None:
+    """A split model whose blocks are recomputed, or all but attention's results, beside the whole one."""
+    cp = ContextParallel(group(), scan="ring", attention="ring")
+    cu, ids = [0, 5, 40, 64], (torch.arange(64) % 19)[None]
+    layout = cp.layout(64, "zigzag", cu_seqlens=cu)
+
+    def made() -> HybridLM:
+        torch.manual_seed(0)
+        return HybridLM(HybridConfig(19, 16, ["gdn", "attention"], 2)).double()
+
+    whole, split = made(), recompute(made(), ["block", "norm"], keep_attention=keep)
+    want = whole.loss(ids, cu_seqlens=torch.tensor(cu))
+    want.backward()
+    got = split.loss(layout.shard(ids), layout=layout)
+    got.backward()
+    torch.testing.assert_close(cp.comm.all_reduce(got.detach()).wait(), want.detach())
+    for p, q in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(cp.comm.all_reduce(p.grad).wait(), q.grad, rtol=1e-9, atol=1e-12)
+
+
+KEPT = pytest.mark.parametrize("keep", [False, True], ids=["all", "all but attention"])
+
+
+@KEPT
+def test_blocks_of_a_split_model(ranks, keep):
+    ranks.run(2, check_recomputed, keep)
+
+
+@pytest.mark.gpu
+@KEPT
+def test_blocks_of_a_split_model_on_gpus(gpu_ranks, keep):
+    on_gpus(gpu_ranks, 2, check_recomputed, keep)

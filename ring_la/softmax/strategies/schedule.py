@@ -4,7 +4,7 @@ ranks, so that no sizes are exchanged."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -112,19 +112,28 @@ class Schedule:
         while owners:
             keys = list(accumulate(sum(b - a for a, b in needs[s]) for s in owners))
             n = max(doubling, bisect_right(keys, few))
-            spans = [(self._index(s, a), s, a, b) for s in owners[:n] for a, b in needs[s]]
-            placed, place = [], 0
-            for _, owner, a, b in sorted(spans):
-                placed.append(KeyRun(owner, a, b, place))
-                place += b - a
-            out.append(placed)
+            out.append(self._in_order([(s, a, b) for s in owners[:n] for a, b in needs[s]]))
             owners, doubling = owners[n:], min(LARGEST, 2 * doubling)
         return out
 
-    def _index(self, owner: int, row: int) -> int:
-        """The place in the sequence of an owner's row."""
-        runs = self._keys[owner].cut(row, row + 1).runs
-        return runs[0].index if runs else 0
+    def _in_order(self, stretches: list[tuple[int, int, int]]) -> list[KeyRun]:
+        """Stretches of owners' keys in the sequence's order, cut where another owner's keys stand between."""
+        out: list[KeyRun] = []
+        for _, owner, a, b in sorted(piece for stretch in stretches for piece in self._pieces(*stretch)):
+            last = out[-1] if out else KeyRun(-1, 0, 0, 0)
+            if (last.owner, last.stop) == (owner, a):
+                out[-1] = KeyRun(owner, last.start, b, last.place)
+            else:
+                out.append(KeyRun(owner, a, b, last.place + len(last)))
+        return out
+
+    def _pieces(self, owner: int, a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
+        """(place in the sequence, owner, first row, the one behind the last) of what stands together there."""
+        runs = self._keys[owner].cut(a, b).runs or ()
+        if any(r.stride != 1 for r in runs) or not runs:
+            yield runs[0].index if runs else 0, owner, a, b
+        else:
+            yield from ((r.index, owner, a + r.offset, a + r.offset + r.length) for r in runs)
 
     def _inbox(self, owner: int, needs: list[list[Stretches]]) -> dict[tuple[int, int], KeyRun]:
         """Where gradients of an owner's keys meet, by sender and first row."""
@@ -137,8 +146,14 @@ class Schedule:
 
     def _round(self, rank: int, number: int, spans: list[KeyRun]) -> Round:
         keys = Tokens.joined([self._keys[s.owner].cut(s.start, s.stop) for s in spans])
-        letters = tuple(self._inboxes[s.owner][rank, s.start] for s in spans)
+        letters = tuple(self._letter(rank, s) for s in spans)
         return Round(number, tuple(spans), letters, keys, sum(1 << s for s in {x.owner for x in spans}))
+
+    def _letter(self, rank: int, span: KeyRun) -> KeyRun:
+        """Where the gradients of a span go in its owner's inbox."""
+        sent = (x for (sender, _), x in self._inboxes[span.owner].items() if sender == rank)
+        whole = next(x for x in sent if x.start <= span.start < x.stop)
+        return KeyRun(span.owner, span.start, span.stop, whole.place + span.start - whole.start)
 
 
 def needs_of(rows: Sequence[Tokens], keys: Sequence[Tokens], reach: Reach) -> list[list[Stretches]]:

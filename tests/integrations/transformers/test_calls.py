@@ -277,3 +277,21 @@ def test_keys_travel_in_fp8(ranks):
     for found in ranks.run(2, in_fp8):
         assert all(1e-5 < far and bytes_of < 0.9 for far, bytes_of in found.values()), found
         assert max(found["llama"][0], found["gptj"][0]) < 0.2, found  # a router's choice is another one at once
+
+
+def under_another_default_device(rank: int) -> None:
+    """New tensors go to "meta", which has no values, where none of ours may depend on that."""
+    from ring_la import ContextParallel
+    from ring_la.integrations.transformers import parallelize
+    from tests.support.pool import group
+
+    alone, x = CASES["qwen3_next"].make(), ids()
+    want = alone(input_ids=x, labels=x, use_cache=False).loss.detach()
+    cp = ContextParallel(group(), scan="ring", attention="ring")
+    with torch.device("meta"):
+        got = parallelize(alone, cp)(input_ids=x, labels=x, use_cache=False).loss
+    close(got.detach(), want)
+
+
+def test_the_default_device_does_not_matter(ranks):
+    ranks.run(2, under_another_default_device)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.support.gpu import on_gpus
 from tests.support.pool import group
 from tests.support.transformers_models import CASES, VOCABULARY
 
@@ -56,6 +57,12 @@ def modules(rank: int, name: str) -> None:
 @pytest.mark.parametrize(("ranks_", "name"), [(1, "qwen3_5_moe"), (2, "nemotron_h"), (3, "qwen3_next"), (4, "gpt_oss")])
 def test_experts_by_themselves_are_exact(ranks, ranks_, name):
     ranks.run(ranks_, modules, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("P", "name"), [(2, "qwen3_5_moe"), (2, "nemotron_h"), (3, "gpt_oss")])
+def test_experts_by_themselves_are_exact_on_gpus(gpu_ranks, P, name):
+    on_gpus(gpu_ranks, P, modules, name)
 
 
 def compare(rank: int, name: str) -> int:

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("transformers.distributed.tensor_parallel")
 
+from tests.support.gpu import on_gpus
 from tests.support.transformers_models import CASES
 
 from .test_calls import close, gradients, ids
@@ -61,3 +62,8 @@ def test_two_by_two_ranks_are_one_process(ranks):
     for found in ranks.run(4, check, ["qwen3", "qwen3_next"]):
         assert found["qwen3"] >= 2 * 7  # layers, and q, k, v, o, gate, up and down of each
         assert found["qwen3_next"] > 3
+
+
+@pytest.mark.gpu
+def test_two_by_two_ranks_on_gpus(gpu_ranks):
+    assert all(found["qwen3"] >= 2 * 7 for found in on_gpus(gpu_ranks, 4, check, ["qwen3"]))

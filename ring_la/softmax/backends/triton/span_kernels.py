@@ -4,8 +4,8 @@ A program has some rows, of one long document or of several short ones, and walk
 the first one on: ``start + n · BN``. Tiles ``whole … until − 1`` are seen whole; in the others two comparisons with the
 ends of each row's span are the mask. Tiles of the walk are fetched by descriptors, which leaves registers to products;
 behind the last row these give zeros, or another head's numbers, which no span reaches. Scores are multiplied once, by
-``scale · log2 e``, on their way into a power of two. Programs of a head, or of some heads together, start with those
-that have most to do. As in `kernels`, no atomics, and scores of the keys' kernel are formed transposed.
+``scale · log2 e``, on their way into a power of two. Programs of a head start with those that have most to do. As in
+`kernels`, no atomics, and scores of the keys' kernel are formed transposed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-CHANGING = ("Tq", "Tk", "H", "groups", "items", "together", "Tn")
+CHANGING = ("Tq", "Tk", "H", "groups", "items", "Tn")
 """Arguments that change from call to call: no kernel is compiled anew for them."""
 
 
@@ -28,25 +28,15 @@ def own_rows(X, rows, columns, width, stride, FULL: tl.constexpr):
     return tl.load(at, mask=(columns < width)[None, :], other=0.0)
 
 
-@triton.jit
-def turn(items, together):
-    """This program's item and head (batches and heads counted on): some heads at a time, each item for all of them."""
-    program = tl.program_id(0)
-    first = program // (items * together) * together
-    some = tl.minimum(together, tl.num_programs(0) // items - first)
-    inside = program - first * items
-    return inside // some, first + inside % some
-
-
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    Q, K, V, O, L, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, together, Tn,
+    Q, K, V, O, L, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of the rows of one item, of one head."""
-    item, bh = turn(items, together)
+    item, bh = tl.program_id(0) % items, tl.program_id(0) // items
     b, h = bh // H, bh % H
     g = h // (H // groups)
     WORK += item * 6
@@ -90,13 +80,13 @@ def forward(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_keys(
-    Q, K, V, DO, L, DELTA, DK, DV, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, together, Tn,
+    Q, K, V, DO, L, DELTA, DK, DV, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (contiguous ``[B, Tk, groups, ·]``) of the keys of one item, over all query heads that read them."""
-    item, bg = turn(items, together)
+    item, bg = tl.program_id(0) % items, tl.program_id(0) // items
     b, g = bg // groups, bg % groups
     WORK += item * 6
     first, end, start = tl.load(WORK), tl.load(WORK + 1), tl.load(WORK + 2)
@@ -143,13 +133,13 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_queries(
-    Q, K, V, DO, L, DELTA, DQ, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, together, Tn,
+    Q, K, V, DO, L, DELTA, DQ, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (contiguous ``[B, Tq, H, K]``) of the rows of one item, of one head."""
-    item, bh = turn(items, together)
+    item, bh = tl.program_id(0) % items, tl.program_id(0) // items
     b, h = bh // H, bh % H
     g = h // (H // groups)
     WORK += item * 6

@@ -16,9 +16,6 @@ from .table import TileSettings
 if TYPE_CHECKING:
     from ....kernels.runtime.triton_version import TensorDescriptor
 
-PROGRAMS = 0
-"""Programs of four warps that go together at least, the dearest first: those of as many heads as it takes, so that a
-kernel ends evenly. 0: of one head."""
 BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
 
@@ -99,10 +96,9 @@ class OfSpans(BlockCall):
         from ....kernels.runtime.launch import filled, launch
 
         items, (q, k) = len(work.items), (self.q, self.k)
-        together = max(1, -(-PROGRAMS * 4 // (how.warps * items)))
         launch(
             kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
-            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, together, _length(q.shape[1]), *self.strides,
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, _length(q.shape[1]), *self.strides,
             BM=how.rows, BN=how.keys, **self.shared,
             num_warps=how.warps, num_stages=how.stages, tensors="any", **self.options,
         )  # fmt: skip

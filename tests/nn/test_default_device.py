@@ -6,15 +6,15 @@ them would wait for the GPU.
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ring_la import ContextParallel
 from ring_la.inference import generate
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import BalancedSequences, Corpus, PackedSequences, Work
-from tests.nn.cases import DIM, make
 from tests.support.pool import group
+
+from .cases import DIM, make
 
 CU = (0, 3, 20, 37)
 LAYERS = ("attention", "mla", "nsa", "dsa", "moba", "retention", "gdn", "mamba2", "rwkv7", "log_linear_mamba2")
@@ -60,22 +60,3 @@ def test_packed_sequences(tmp_path):
     with torch.device("meta"):
         got = read("two")
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def check_parallelize(rank: int) -> None:
-    from ring_la.integrations.transformers import parallelize
-    from tests.integrations.transformers.calls import ids
-    from tests.support.transformers_models import CASES
-
-    want = CASES["qwen3_next"].make()(input_ids=ids(), labels=ids(), use_cache=False).loss
-    tokens = ids()
-    alone, cp = CASES["qwen3_next"].make(), ContextParallel(group(), scan="ring", attention="ring")
-    with torch.device("meta"):
-        model = parallelize(alone, cp)
-        got = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_models_of_transformers(ranks):
-    pytest.importorskip("transformers")
-    ranks.run(2, check_parallelize)
