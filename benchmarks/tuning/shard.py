@@ -2,10 +2,10 @@
 `wy/scanned_spans`): `python -m benchmarks.tuning.shard [--ops gdn,kda] [--errors] [--profile] [--tokens 8192,32768]`.
 
 Gates are those of production: of gdn logsigmoid(x) / 16 in three quarters of the heads and 0 in the others, of kda
--5 sigmoid(x), of kda_slow -0.002 Phi(x). What another rank sends is there at once, both ways, so that this is the
-kernels' time alone, as on a rank in the middle. A line of JSON an arm: ms of a CUDA graph of the forward, and of
-forward and backward; with --errors those of all results against fp64 at 512 tokens instead, with --profile also the
-kernels of a call. "alone": one device, the same states given by its caller.
+-5 sigmoid(x), of kda_slow -0.002 Phi(x), of gla half-lives of 0.3 to 10,000 tokens. What another rank sends is there
+at once, both ways, so that this is the kernels' time alone, as on a rank in the middle. A line of JSON an arm: ms of a
+CUDA graph of the forward, and of forward and backward; with --errors those of all results against fp64 at 512 tokens
+instead, with --profile also the kernels of a call. "alone": one device, the same states given by its caller.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ OPS = {
     "gdn": Op("qwen", "16:32", Rule("delta", "scalar"), reference.gated_delta_rule),
     "kda": Op("kimi", "32", BOUNDED, reference.kda),
     "kda_slow": Op("slow", "32", BOUNDED, reference.kda),
+    "gla": Op("mixed", "32", Rule("additive", "diagonal"), reference.gla),
 }
 ARMS = ("chunks", "spans", "alone")
 
@@ -74,6 +75,8 @@ class Shard:
         self.op = op
         x = inputs(op.gates, Shape.parse(f"1x{tokens}x{op.heads}x128"), "cuda", 0)
         self.inputs = Inputs(*(x[n].detach() for n in ("q", "k", "v", "g", "beta")))
+        if op.rule.write == "additive":
+            self.inputs = self.inputs._replace(beta=None)
         H = self.inputs.v.shape[2]
         self.states = tuple(torch.randn(1, 1, H, 128, 128, device="cuda") for _ in range(2))
         self.do = torch.randn_like(self.inputs.v)
@@ -84,17 +87,30 @@ class Shard:
         alone = arm == "alone"
         border = None if alone else AtOnce(S, dS)
         use = OutputUse(saved=train, alone=alone)
-        least = one_launch.Least(0, 0, 0) if arm.startswith("spans") else one_launch.Least()
+        least = one_launch.Least(0, 0, 0, 0) if arm.startswith("spans") else one_launch.Least()
         across = mock.patch.object(one_launch, "ACROSS", least)
         _, _, length = arm.partition(" of ")
         cut = mock.patch.object(gdn_launches, "across", return_value=(int(length),) * 2) if length else nullcontext()
         with across, cut, mock.patch.object(one_launch, "LEAST", 0):
             local = recurrence(self.op.rule, self.inputs, None, 128**-0.5, use)
+            if self.op.rule.transition != "dense" and not alone:
+                return self._by_summary(local, train)
             out = local.output(S if alone else None, border=border)
             if not train:
                 return [out.o, out.leaving]
             back = Backward(S if alone else None, self.do, tuple(out.saved))
             grads = local.gradients(back, dS if alone else None, border=border)
+        return [out.o, out.leaving, *(t for t in grads.inputs if t is not None)]
+
+    def _by_summary(self, local: Any, train: bool) -> list[Tensor]:
+        """The same without a border, by a summary of the shard."""
+        S, dS = self.states
+        summary = local.summary(None, True)
+        out = local.output(S, summary)
+        if not train:
+            return [out.o, out.leaving]
+        back = Backward(S, self.do, tuple(out.saved))
+        grads = local.gradients(back, dS, local.adjoint(back, None))
         return [out.o, out.leaving, *(t for t in grads.inputs if t is not None)]
 
     def truth(self) -> list[Tensor]:

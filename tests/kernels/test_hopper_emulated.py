@@ -22,8 +22,7 @@ from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
-from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
-from ring_la.kernels.wy.across import DELTA, KDA  # noqa: E402
+from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
@@ -129,46 +128,47 @@ class Arrival:
         entering.copy_(self._came[reverse])
 
 
-@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
-def test_states_from_other_shards(decay):
+@pytest.mark.parametrize("name", ["delta", "kda", "gla"])
+def test_states_from_other_shards(name):
     """Of uneven lengths, in a line: each takes what the one before it leaves, and backward. One head forgets. The first
     shard ends a document, and begins the other one."""
-    cuts, cu, H, N, shards = (0, 90, 210, 290), (0, 30, 290), 2, 2, 3
-    T, kernels = cuts[-1], DELTA if decay == "scalar" else KDA
-    q, k, v, beta = draw(T, H, 1)
-    g = torch.tensor([1.0, 0.02])[:, None] * (
-        F.logsigmoid(torch.randn(1, T, H, 128)) * (2 if decay == "diagonal" else 1)
-    )
-    g = g[..., 0] if decay == "scalar" else g
+    cuts, cu, H, N = (0, 90, 210, 290), (0, 30, 290), 2, 2
+    function = {"delta": reference.gated_delta_rule, "kda": reference.kda, "gla": reference.gla}[name]
+    write, decay = "additive" if name == "gla" else "delta", "scalar" if name == "delta" else "diagonal"
+    kernels = {"delta": across.DELTA, "kda": across.KDA, "gla": across.GLA}[name]
+    q, k, v, beta = draw(cuts[-1], H, 1)
+    g = F.logsigmoid(torch.randn(1, cuts[-1], H, 128)) * torch.tensor([2.0, 0.02])[:, None]
+    x = {"q": q, "k": k, "v": v, "g": g if decay == "diagonal" else g[..., 0], "beta": beta}
+    x = {n: t for n, t in x.items() if n != "beta" or write == "delta"}
     S0, dS, do = torch.randn(1, N, H, 128, 128), torch.randn(1, N, H, 128, 128), torch.randn_like(v)
-    rule, saved = Rule("delta", decay), OutputUse(saved=True)
-    pieces = [torch.tensor((0, 30, 90), dtype=torch.int32), None, None]
+
+    def through(A: Tensor, S: Tensor, back: bool = False) -> Tensor:
+        return A[..., None] * S if write == "additive" else (A.mT if back else A) @ S
+
     parts = [slice(*ends) for ends in zip(cuts, cuts[1:])]
-    locals_ = [
-        ScannedSpans.of(kernels, rule, Inputs(*(x[:, p].contiguous() for x in (q, k, v, g, beta))), n, 128**-0.5, saved)
-        for p, n in zip(parts, pieces)
-    ]
-    outs, entered, S = [], [], S0
-    summaries = [local.summary(S0 if i == 0 else None, True) for i, local in enumerate(locals_)]
-    for i, (local, summary) in enumerate(zip(locals_, summaries)):
+    shards = [
+        ScannedSpans.of(kernels, Rule(write, decay), Inputs(**{n: t[:, p].contiguous() for n, t in x.items()}),
+                        torch.tensor((0, 30, 90), dtype=torch.int32) if i == 0 else None, 128**-0.5, OutputUse(True))
+        for i, p in enumerate(parts)
+    ]  # fmt: skip
+    outs, entered, S, at_border = [], [], S0, 1 if write == "delta" else None
+    summaries = [shard.summary(S0 if i == 0 else None, True) for i, shard in enumerate(shards)]
+    for i, (shard, summary) in enumerate(zip(shards, summaries)):
         entered.append(S)
-        outs.append(local.output(None, border=Arrival(S, dS)) if i == 1 else local.output(S, summary))
+        outs.append(shard.output(None, border=Arrival(S, dS)) if i == at_border else shard.output(S, summary))
         left = summary.leaving[:, -1:]
-        S = left if i == 0 else summary.transition[:, -1:] @ S + left
-        assert i != 1 or torch.allclose(outs[1].leaving, S, atol=1e-3)
+        S = left if i == 0 else through(summary.transition[:, -1:], S) + left
     backs = [Backward(S, do[:, p].contiguous(), out.saved) for S, p, out in zip(entered, parts, outs)]
-    came, adjoints = dS[:, -1:], [local.adjoint(b, None) for local, b in zip(locals_, backs)]
-    found = []
-    for i in range(shards)[::-1]:
+    came, adjoints, found = dS[:, -1:], [shard.adjoint(b, None) for shard, b in zip(shards, backs)], []
+    for i in (2, 1, 0):
         end = torch.cat([dS[:, :-1], came], 1) if i == 0 else came
-        border = Arrival(S, end) if i == 1 else None
-        found.insert(0, locals_[i].gradients(backs[i], end, None if i == 1 else adjoints[i], border))
-        came = summaries[i].transition[:, -1:].mT @ came + adjoints[i].entering[:, -1:]
-    got = {"o": torch.cat([out.o for out in outs], 1), "S": outs[-1].leaving, "S0": found[0].entering}
-    got["S"] = torch.cat([outs[0].leaving[:, :-1], got["S"]], 1)
-    got |= {n: torch.cat([getattr(x.inputs, n) for x in found], 1) for n in ("q", "k", "v", "g", "beta")}
-    function = reference.gated_delta_rule if decay == "scalar" else reference.kda
-    check(function, [q, k, v, g, beta], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
+        border, adjoint = (Arrival(S, end), None) if i == at_border else (None, adjoints[i])
+        found.insert(0, shards[i].gradients(backs[i], end, adjoint, border))
+        came = through(summaries[i].transition[:, -1:], came, back=True) + adjoints[i].entering[:, -1:]
+    S = torch.cat([outs[0].leaving[:, :-1], outs[-1].leaving], 1)
+    got = {"o": torch.cat([out.o for out in outs], 1), "S": S, "S0": found[0].entering}
+    got |= {n: torch.cat([getattr(grads.inputs, n) for grads in found], 1) for n in x}
+    check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
 
 
 @pytest.mark.parametrize(

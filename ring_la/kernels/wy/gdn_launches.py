@@ -123,8 +123,7 @@ def across(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> 
         last = c + EARLY if share <= 1 else share * (c + EARLY) + c / 2
         return max(1, share / 2) * c + SCANNED * count + last
 
-    lengths = {min(n, each) for n in (512, 1024, 2048, 4096)}
-    return (min(sorted(lengths, reverse=True), key=cost),) * 2
+    return (min((4096, 2048, 1024, 512), key=cost),) * 2
 
 
 def picks(programs: int, device: torch.device) -> bool:

@@ -163,7 +163,7 @@ def gradients(
 ) -> tuple[Inputs, Tensor]:
     """Those of the inputs, and of the states that enter."""
     (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
-    each = group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H)
+    each = group(chunks(B, T, cu), H)
     call = KDACall.of(inputs, cu, scale, each)
     do = aligned(do.to(torch.bfloat16))
     S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
@@ -191,6 +191,11 @@ def by_group(call: KDACall) -> Iterator[tuple[range, tuple[Tensor, Tensor]]]:
     writes = call.new(call.chunks, each, CHUNK, HEAD, dtype=bf16)
     for first in range(0, H, each):
         yield range(first, min(first + each, H)), (states, writes)
+
+
+def chunks(rows: int, tokens: int, cu: Tensor | None) -> int:
+    """How many there are at most."""
+    return rows * cdiv(tokens, CHUNK) if cu is None else tokens // CHUNK + cu.numel() - 1
 
 
 @functools.lru_cache(maxsize=512)

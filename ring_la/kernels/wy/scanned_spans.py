@@ -78,7 +78,7 @@ class ScannedSpans:
     def of(
         cls, kernels: SpanKernels, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse
     ) -> ScannedSpans:
-        call, spans = kernels.cut(inputs, cu, scale)
+        call, spans = kernels.cut(inputs, cu, scale, use.saved)
         return cls(kernels, SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[FoundMaps] | None = None) -> Summary[FoundMaps]:
@@ -122,7 +122,7 @@ class ScannedSpans:
     def _maps_back(self, backward: Backward) -> SpanMaps:
         left = SpansLeft.of(backward.saved)
         own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
-        return SpanMaps("dense", own, left.transition, True)
+        return SpanMaps(self.plan.rule.transition, own, left.transition, True)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""

@@ -1,5 +1,5 @@
 """Delta rules whose states meet those of other ranks, by the kernels in CUDA C++ on Hopper, against one device in fp64:
-`pytest -m gpu tests/gpu/test_delta_across.py [--gpu-ranks 3]`.
+`pytest -m gpu tests/gpu/test_across.py [--gpu-ranks 3]`.
 
 Spans are of 64 tokens, so that they begin early, and end within others; segments have 297. What the ranks exchange goes
 by mailboxes where GPUs reach each other's memory, or by messages.
@@ -33,7 +33,7 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
         changes.enter_context(mock.patch.object(ring_la, "kda", bounded))
         plain = border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape)
         calls = changes.enter_context(mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of))
-        changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0)))
+        changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0, 0)))
         changes.enter_context(mock.patch.object(gdn_launches, "across", return_value=(64, 64)))
         changes.enter_context(mock.patch.object(kda_launches, "multiprocessors", return_value=10**6))
         return border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape), plain, calls.call_count
