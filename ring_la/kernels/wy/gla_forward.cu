@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_forward(const __grid_co
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
-  const int passes = uniform(back < 0 && !x.last && !a.given ? 2 : 1);
+  const int passes = back < 0 && !x.last && !a.given ? 2 : 1;
   __syncthreads();  // SUMS are zero
   if (uniform(tid >> 8)) {
     registers_down<120>();
