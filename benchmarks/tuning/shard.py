@@ -2,7 +2,7 @@
 `wy/scanned_spans`): `python -m benchmarks.tuning.shard [--ops gdn,kda] [--errors] [--profile] [--tokens 8192,32768]`.
 
 Gates are those of production: of gdn logsigmoid(x) / 16 in three quarters of the heads and 0 in the others, of kda
--5 sigmoid(x), of kda_slow -0.002 Phi(x), of gla half-lives of 0.3 to 10,000 tokens. What another rank sends is there
+-5 sigmoid(x), of kda_slow -0.002 Phi(x). What another rank sends is there
 at once, both ways, so that this is the kernels' time alone, as on a rank in the middle. A line of JSON an arm: ms of a
 CUDA graph of the forward, and of forward and backward; with --errors those of all results against fp64 at 512 tokens
 instead, with --profile also the kernels of a call. "alone": one device, the same states given by its caller.
@@ -47,7 +47,6 @@ OPS = {
     "gdn": Op("qwen", "16:32", Rule("delta", "scalar"), reference.gated_delta_rule),
     "kda": Op("kimi", "32", BOUNDED, reference.kda),
     "kda_slow": Op("slow", "32", BOUNDED, reference.kda),
-    "gla": Op("mixed", "32", Rule("additive", "diagonal"), reference.gla),
 }
 ARMS = ("chunks", "spans", "alone")
 

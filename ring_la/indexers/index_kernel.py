@@ -28,7 +28,7 @@ STAY: dict[int, dict[str, Any]] = {
     2: dict(BM=64, BN=32, SPAN=32, num_warps=4, num_stages=3),
     1: dict(BM=64, BN=64, SPAN=32, num_warps=4, num_stages=3),
 }
-"""By bytes of a number, queries and keys of a tile, and tiles of keys that a program goes through, where queries stay."""
+"""By bytes of a number: queries and keys of a tile, and tiles of keys of a program, where queries stay."""
 PASS: dict[str, Any] = dict(BM=128, BN=128, SPAN=16, num_warps=8, num_stages=3)
 """The same where they do not."""
 EXACT: dict[str, Any] = dict(BM=32, BN=32, SPAN=16, num_warps=4, num_stages=1)

@@ -31,12 +31,10 @@ def test_split_calls_that_train_go_so_from_a_size_on(rule, least):
         assert (found is one_launch.DELTA) == (least is not None and tokens >= least)
 
 
-def test_a_call_that_gla_or_kda_takes(monkeypatch):
-    gla, kda, x = Rule("additive", "diagonal"), Rule("delta", "diagonal", lower_bound=-5.0), call(64)
-    assert one_launch.choice(gla, x, SPLIT) is None
+def test_a_call_that_kda_takes(monkeypatch):
+    kda, x = Rule("delta", "diagonal", lower_bound=-5.0), call(64)
     assert not one_launch.ACROSS.takes(kda, x)
-    monkeypatch.setattr(one_launch, "ACROSS", one_launch.Least(delta_diagonal=128, additive_diagonal=128))
-    assert one_launch.choice(gla, x, SPLIT) is one_launch.GLA
+    monkeypatch.setattr(one_launch, "ACROSS", one_launch.Least(delta_diagonal=128))
     assert one_launch.ACROSS.takes(kda, x)
 
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs, SpanMaps
-from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.wy import gdn_launches, gla_launches, kda_launches
+from ring_la.kernels.wy import gdn_launches, kda_launches
 from ring_la.kernels.wy.gdn_launches import GDNCall, KeptChunks
-from ring_la.kernels.wy.gla_launches import KeptPairs
 from ring_la.kernels.wy.kda_launches import HEAD, KDACall, Passing
 
 Saved = tuple[Tensor | None, ...]
@@ -169,49 +167,4 @@ class KDASpans:
         return _by_key_head(call, to)
 
 
-class GLASpans:
-    """GLA's, whose transitions are decays by key channel, as log2 ``[B, NS, H, K]``."""
-
-    left: ClassVar[int] = 2
-
-    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
-        return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
-
-    def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
-        return gla_launches.keeps(inputs, cu)
-
-    def maps(self, call: GDNCall) -> SpanMaps:
-        B, _, H, _ = call.inputs.v.shape
-        found = SpanMaps("diagonal", _room(call), call.new(B, call.count // B, H, HEAD), True)
-        kernel, passing = self._forward(call, False, True), Passing(found.own, found.transition, maps=True)
-        gla_launches.launch(call, kernel, _heads(call), None, (None, None), (None, None), passing=passing)
-        return found
-
-    def output(self, call: GDNCall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
-        o, heads, passing = torch.empty_like(call.inputs.v), _heads(call), Passing(entering, given=True)
-        kept = gla_launches.room(call, len(heads)) if keep else (None, None)
-        gla_launches.launch(call, self._forward(call, keep, False), heads, o, (None, None), kept, passing=passing)
-        return o, tuple(kept) if keep else ()
-
-    def added_back(self, call: GDNCall, saved: Saved, do: Tensor) -> Tensor:
-        found, (states, pairs) = _room(call), saved
-        kernel = gla_launches.backward_kernel(gla_launches.define(call), maps=True)
-        kept, further = KeptPairs(states, pairs), (do, *(None,) * 4)
-        passing = Passing(found, maps=True)
-        gla_launches.launch(call, kernel, _heads(call), None, (None, None), kept, further, passing)
-        return found
-
-    def gradients(self, call: GDNCall, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
-        to, (states, pairs) = gla_launches.results(call), saved
-        kernel = gla_launches.backward_kernel(gla_launches.define(call))
-        kept, further = KeptPairs(states, pairs), (do, *to.qkv, to.g)
-        passing = Passing(entering, given=True)
-        gla_launches.launch(call, kernel, _heads(call), None, (None, None), kept, further, passing)
-        return _by_key_head(call, to)
-
-    @staticmethod
-    def _forward(call: GDNCall, keep: bool, maps: bool) -> CudaKernel:
-        return gla_launches.forward_kernel(keep, gla_launches.define(call), maps=maps)
-
-
-DELTA, KDA, GLA = DeltaSpans(), KDASpans(), GLASpans()
+DELTA, KDA = DeltaSpans(), KDASpans()

@@ -474,7 +474,7 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
   if (passes == 1 && waits && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, entering(a, x.piece, s, h, known, waits || x.last), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, known, waits), w, lane);
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
     walk(S, b, h, begin, end, pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
@@ -515,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
 #if MAPS
   if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
   __syncthreads();
-  const MapOf m = map_of(a, 1, base + SAID);
+  const MapOf m = map_of(a, false, base + SAID);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, false, base + SAID + 16, lane);
@@ -534,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int lim = piece_end(a, x);
-  const bool known = x.last || (behind >= 0 && behind * C >= lim - x.end);
+  const bool known = x.last || (!a.given && behind >= 0 && behind * C >= lim - x.end);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
   const int passes = uniform(behind < 0 && !x.first && !a.given ? 3 : 1), first = n * passes - own;
   if (uniform(tid >> 8)) {

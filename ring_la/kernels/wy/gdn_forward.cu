@@ -378,7 +378,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
   float S[16][4];
   const int end = uniform(x.end);
   if (passes > 1 || !waits || a.given)
-    begin_with(S, entering(a, x.piece, s, h, x.first, waits || x.first), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, x.first, waits), w, lane);
   else
     take(S, a, s - 1, h, w, lane);
 #pragma unroll 1
@@ -415,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
 #if MAPS
   if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
   __syncthreads();
-  const MapOf m = map_of(a, 2, base + SAID);
+  const MapOf m = map_of(a, true, base + SAID);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, true, base + SAID + 16, lane);

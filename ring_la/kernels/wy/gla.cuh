@@ -4,7 +4,6 @@
 #define D 128 // channels of a head
 #define OUTER a.length
 #include "half.cuh"
-#include "maps.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
 #define BACK 24         // chunks that a span may begin early
@@ -18,14 +17,12 @@ struct Args {
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`
-  float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
-  float* parts;          // MAPS: log2 of spans' transitions, [count, H, K]
+  float* states;         // [count, H, 128 * 128]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_P;           // [chunks, heads, 32 * 32 + 8], see `pair_place`; behind them what the state was multiplied by
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int pick;              // whether spans that wait go first, see `choose`
-  int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   float scale;
 };
 

@@ -393,7 +393,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     const bool half = kind == HALVES, hard = kind == HARD;
     const float change = unit.next(half, __uint_as_float(said[1]), __uint_as_float(said[2]));
     decay_by(S, at + OFF_E, change, lane);
-    const Chunk x = {at, numbers, begin + (stop - 1 - c) * C, end, !MAPS && uniform(c >= first), hard};
+    const Chunk x = {at, numbers, begin + (stop - 1 - c) * C, end, (bool)uniform(c >= first), hard};
     if (half) step<true>(S, b, x, unit.by * inverse(__uint_as_float(said[3])), c - first, h, base, w, lane);
     else step<false>(S, b, x, 1.f, c - first, h, base, w, lane);
     decay(S, at + OFF_E, lane);
@@ -407,31 +407,24 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
                     int w, int lane) {
   const Args& a = b.a;
   float S[16][4];
-  if (passes == 1 && waits && !a.given)
+  if (passes == 1 && waits)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, entering(a, x.piece, s, h, known, waits || x.last), w, lane);
+    begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
     walk(S, b, h, uniform(x.begin), uniform(x.end), pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
     if (pass < passes - 1) hand_on(S, a, s + 1, s, h, base + SUMS, SLOTS, w, lane);
   }
-  if (passes == 1 && !a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
+  if (passes == 1) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
-
-#if MAPS
-// How many chunks from token t on forget what comes from the right, or -1; of `there` tokens. By all warps.
-INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 base, int lane) {
-  return uniform(forgotten_after(a, t, step * C, there / C, h, base, base + SAID + 16, lane));
-}
-#endif
 
 // How many chunks late a span begins, or -1: it waits. By all warps.
 INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.last) return 0;
   const int behind = piece_end(a, x) - x.end;
   int found = forgotten_after(a, x.end, C, behind / C, h, base, base + SAID + 16, lane);
-  if (found < 0 && !a.given && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
+  if (found < 0 && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
   if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
   return uniform(found);
 }
@@ -452,23 +445,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_backward(const __grid_c
   }
   for (int i = tid; i < SLOTS * 128; i += 384) sts32(base + SUMS + i * 4, 0);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-#if MAPS
-  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
-  __syncthreads();
-  const MapOf m = map_of(a, 1, base + SAID);
-  const Span x = span_of(a, m.s);
-  if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, false, base, lane);
-  if (uniform(tid >> 8)) {
-    registers_down<104>();
-    if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, r.n, base, w, lane);
-  } else {
-    registers_up<200>();
-    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
-      walk(S, b, m.h, x.begin, x.end, 0, r.n, r.n, base, w, lane);
-    });
-  }
-#else
   const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
@@ -476,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_backward(const __grid_c
   const int lim = piece_end(a, x);
   const bool known = x.last || (behind >= 0 && behind * C >= lim - x.end);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
-  const int passes = uniform(behind < 0 && !x.first && !a.given ? 2 : 1), first = n * passes - own;
+  const int passes = uniform(behind < 0 && !x.first ? 2 : 1), first = n * passes - own;
   __syncthreads();  // SUMS are zero
   if (uniform(tid >> 8)) {
     registers_down<104>();
@@ -486,5 +462,4 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_backward(const __grid_c
     registers_up<200>();
     consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);
   }
-#endif
 }

@@ -18,8 +18,6 @@
 // the one before it leaves, hands its own on (a decay of each channel and a sum), and goes over its tokens once more.
 #include "gla.cuh"
 
-#define FAR -1e4f // log2 of nothing that is left
-
 #define MAKERS 4 // warps that make factors
 
 // A slot: q, k, then qi, ki; v, then o; P; e^M (of a hard chunk 1); g
@@ -130,9 +128,9 @@ INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbe
   else make_pairs<false>(at + OFF_Q, at + OFF_K, 1.f, at + OFF_P, lane);
 }
 
-// The chunks of `passes` over a span, n each; of two passes the first is without outputs, as is that of MAPS.
+// The chunks of `passes` over a span, n each; of two passes the first is without outputs.
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
-  const int total = n * passes, last = MAPS ? total : total - n;  // the first chunk of the last pass
+  const int total = n * passes, last = total - n;  // the first chunk of the last pass
   float left[4] = {0.f, 0.f, 0.f, 0.f};
   auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
   auto ask = [&](int c) {
@@ -277,8 +275,8 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
                     int lane) {
   float S[16][4];
   const int end = uniform(x.end);
-  if (passes > 1 || !waits || a.given)
-    begin_with(S, entering(a, x.piece, s, h, x.first, waits || x.first), w, lane);
+  if (passes > 1 || !waits)
+    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
   else
     take(S, a, s - 1, h, w, lane);
 #pragma unroll 1
@@ -287,15 +285,8 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
     walk(S, a, h, t0, last ? uniform(x.begin) : end, end, KEEP ? uniform(x.chunk) : 0, pass * n, n, base, w, lane);
     if (!last) hand_on(S, a, s - 1, s, h, base + SUMS, MAKERS, w, lane);
   }
-  if (passes == 1 && !a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+  if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
-
-#if MAPS
-// How many chunks before token t (`step` -1) forget what enters them, or -1; of `there` tokens. By all warps.
-INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 base, int lane) {
-  return uniform(forgotten_after(a, step < 0 ? t - C : t, step * C, there / C, h, base, base + SAID + 16, lane));
-}
-#endif
 
 // How many chunks early a span begins, or -1: it waits. By all warps.
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
@@ -319,35 +310,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_forward(const __grid_co
   }
   for (int i = tid; i < MAKERS * 128; i += 384) sts32(base + SUMS + i * 4, 0);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-#if MAPS
-  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
-  __syncthreads();
-  const MapOf m = map_of(a, 1, base + SAID);
-  const Span x = span_of(a, m.s);
-  if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, true, base, lane);
-  if (uniform(tid >> 8)) {
-    registers_down<120>();
-    produce(a, x, m.h, r.t0, r.n, 1, base, w, lane);
-  } else {
-    registers_up<192>();
-    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
-      walk(S, a, m.h, r.t0, x.end, x.end, 0, 0, r.n, base, w, lane);
-    });
-    const int channel = w * 32 + lane;
-    if (channel < D) {
-      float sum = r.whole ? 0.f : FAR;
-      for (int i = 0; i < MAKERS; i++) sum += lds(base + SUMS + i * 512 + channel * 4);
-      a.parts[((u64)m.s * a.H + m.h) * D + channel] = sum;
-    }
-  }
-#else
   const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, back = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
-  const int passes = back < 0 && !x.last && !a.given ? 2 : 1;
+  const int passes = back < 0 && !x.last ? 2 : 1;
   __syncthreads();  // SUMS are zero
   if (uniform(tid >> 8)) {
     registers_down<120>();
@@ -359,5 +327,4 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_forward(const __grid_co
     if (lane == 0) copied_out();
 #endif
   }
-#endif
 }

@@ -18,10 +18,10 @@ from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.wy import gdn_launches
 from ring_la.kernels.wy.gdn_launches import GDNCall
-from ring_la.kernels.wy.kda_launches import HEAD, Passing
+from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
-ARGUMENTS = "14Q10if4x"
+ARGUMENTS = "13Q9if"
 PAIRS = CHUNK * CHUNK + 8
 """Numbers of 16 bits of a chunk's pairs, and behind them what its state is multiplied by."""
 SLOTS = {True: (6, 35840), False: (5, 44032)}
@@ -47,24 +47,23 @@ def evenly(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> 
     return (gdn_launches.span(tokens, heads, pieces, programs, equal),) * 2
 
 
-def define(call: GDNCall) -> str:
+def _define(call: GDNCall) -> str:
     g = call.inputs.g
     return f"GATE_BF16={int(g is not None and g.dtype == torch.bfloat16)}"
 
 
 @functools.cache
-def forward_kernel(keep: bool, gate: str, maps: bool = False) -> CudaKernel:
-    """`keep`: it leaves what a backward wants of chunks; `maps`: it finds spans' maps alone."""
+def forward_kernel(keep: bool, gate: str) -> CudaKernel:
     slots, size = SLOTS[gate == "GATE_BF16=1"]
     shared = (slots - keep) * (size + 16 + 32 + 512) + keep * 32768 + 4 * 512 + 32 + 32 + 1024
     file = Path(__file__).parent / "gla_forward.cu"
-    return CudaKernel(file, "gla_forward", ARGUMENTS, 384, shared, (f"KEEP={int(keep)}", f"MAPS={int(maps)}", gate))
+    return CudaKernel(file, "gla_forward", ARGUMENTS, 384, shared, (f"KEEP={int(keep)}", gate))
 
 
 @functools.cache
-def backward_kernel(gate: str, maps: bool = False) -> CudaKernel:
+def backward_kernel(gate: str) -> CudaKernel:
     file = Path(__file__).parent / "gla_backward.cu"
-    return CudaKernel(file, "gla_backward", ARGUMENTS + "5Q", 384, BACKWARD_SHARED, (f"MAPS={int(maps)}", gate))
+    return CudaKernel(file, "gla_backward", ARGUMENTS + "5Q", 384, BACKWARD_SHARED, (gate,))
 
 
 def group(chunks: int, heads: int) -> int:
@@ -72,37 +71,35 @@ def group(chunks: int, heads: int) -> int:
     return heads_at_a_time(chunks, heads, HEAD * HEAD + PAIRS)
 
 
-def room(call: GDNCall, heads: int) -> KeptPairs:
+def _room(call: GDNCall, heads: int) -> KeptPairs:
     shape, bf16 = (call.chunks, heads), torch.bfloat16
     return KeptPairs(call.new(*shape, HEAD, HEAD, dtype=bf16), call.new(*shape, PAIRS, dtype=bf16))
 
 
-def launch(
+def _launch(
     call: GDNCall, kernel: CudaKernel, heads: range, o: Tensor | None, states: States,
-    kept: KeptPairs | tuple[None, None], further: tuple[Tensor | None, ...] = (), passing: Passing | None = None,
+    kept: KeptPairs | tuple[None, None], further: tuple[Tensor | None, ...] = (),
 ) -> None:  # fmt: skip
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
     table = None if call.runs is None else call.runs.table
     flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
-    pick = passing is None and gdn_launches.picks(programs, device)
-    passing = Passing(call.new(call.count, H, HEAD, HEAD)) if passing is None else passing
     kernel(
-        programs, *x.qkv, x.g, o, *states, table, call.cu, flags, passing.states, passing.parts, *kept,
-        T, H, x.q.shape[2], call.count, call.length, call.pieces,
-        heads.start, len(heads), pick, passing.given, call.scale, *further,
+        programs, *x.qkv, x.g, o, *states, table, call.cu, flags,
+        call.new(call.count, H, HEAD, HEAD), *kept, T, H, x.q.shape[2], call.count, call.length, call.pieces,
+        heads.start, len(heads), gdn_launches.picks(programs, device), call.scale, *further,
     )  # fmt: skip
 
 
 def _run(call: GDNCall, heads: range, o: Tensor | None, states: States, kept: KeptPairs | None) -> None:
-    launch(call, forward_kernel(kept is not None, define(call)), heads, o, states, kept or (None, None))
+    _launch(call, forward_kernel(kept is not None, _define(call)), heads, o, states, kept or (None, None))
 
 
 def _back(call: GDNCall, heads: range, states: States, kept: KeptPairs, do: Tensor, to: Inputs) -> None:
-    launch(call, backward_kernel(define(call)), heads, None, states, kept, (do, *to.qkv, to.g))
+    _launch(call, backward_kernel(_define(call)), heads, None, states, kept, (do, *to.qkv, to.g))
 
 
-def results(call: GDNCall) -> Inputs:
+def _results(call: GDNCall) -> Inputs:
     v, g = call.inputs.v, call.inputs.g
     dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
     return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g))
@@ -110,10 +107,10 @@ def results(call: GDNCall) -> Inputs:
 
 LAUNCHES = SpanLaunches(
     lambda x, cu, scale: GDNCall.of(x, cu, scale, evenly),
-    room,
+    _room,
     lambda chunks, heads: group(chunks, heads),
     _run,
     _back,
-    results,
+    _results,
 )
 keeps, forward, gradients = LAUNCHES.keeps, LAUNCHES.forward, LAUNCHES.gradients

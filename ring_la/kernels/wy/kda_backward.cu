@@ -599,7 +599,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, entering(a, x.piece, s, h, known, skip == 2 || x.last), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, known, skip == 2), w, lane);
   walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
@@ -628,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   __syncthreads();
 #if MAPS
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapOf m = map_of(a, 1, base + SAID);
+  const MapOf m = map_of(a, false, base + SAID);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, false, base + SAID + 4, lane);

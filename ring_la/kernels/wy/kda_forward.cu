@@ -447,7 +447,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
-    begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2 || x.first), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2), w, lane);
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
@@ -469,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   __syncthreads();
 #if MAPS
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapOf m = map_of(a, 2, base + SAID);
+  const MapOf m = map_of(a, true, base + SAID);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, true, base + SAID + 4, lane);

@@ -1,6 +1,6 @@
 // Where states meet those of other ranks.
 //
-// Compiled with MAPS a kernel finds what each span's tokens leave of no state and, where it is dense, of the identity: the span's transition,
+// Compiled with MAPS a kernel finds what each span's tokens leave of no state and, forward, of the identity: the span's transition,
 // which is that of the way back, too. A scan over spans and ranks finds of them what enters each span, and a launch that is `given`
 // it goes over all spans once.
 //
@@ -9,21 +9,21 @@
 #pragma once
 #include "spans.cuh"
 
-// What enters span s: the state of its piece if that is `known`, or what it is `given` where that is `asked` for; else zero.
-template <class Args> INLINE const float* entering(const Args& a, int piece, int s, int h, bool known, bool asked) {
-  if (a.given) return asked ? a.states + ((u64)s * a.H + h) * (D * D) : 0;
+// What enters span s: the state of its piece if that is `known`, or what it is `given` where it waits or knows it; else zero.
+template <class Args> INLINE const float* entering(const Args& a, int piece, int s, int h, bool known, bool waits) {
+  if (a.given) return known || waits ? a.states + ((u64)s * a.H + h) * (D * D) : 0;
   return known && a.S0 ? a.S0 + ((u64)piece * a.H + h) * (D * D) : 0;
 }
 
-// A program's span s of head h, from no state (pass 0) or from the identity. `passes`: programs for each.
+// A program's span s of head h, from no state (pass 0) or, forward, from the identity.
 struct MapOf { int s, h, pass; };
-template <class Args> INLINE MapOf map_of(const Args& a, int passes, u32 said) {
-  const int i = uniform(lds32(said)), n = i / passes;
-  return {n / a.heads, a.first_head + n % a.heads, i % passes};
+template <class Args> INLINE MapOf map_of(const Args& a, bool forward, u32 said) {
+  const int i = uniform(lds32(said)), n = forward ? i >> 1 : i;
+  return {n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
 }
 
-// The chunks that a map is found from, all of the span's or (its transition is 0) not; none: it is zero, or nobody asks.
-struct Reach { int t0, n; bool whole; };
+// The chunks that a map is found from; none: it is zero, or nobody asks.
+struct Reach { int t0, n; };
 // By all warps. `forgetting` is the rule's.
 template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapOf& m, bool forward, u32 said, int lane) {
   auto forgets = [&](const Span& y) {
@@ -32,10 +32,10 @@ template <class Args> INLINE Reach reach(const Args& a, const Span& x, const Map
     return found;
   };
   const int mine = forgets(x);
-  if (mine < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C), true};
-  if (m.pass) return {0, 0, false};
-  if (!(forward ? x.last : x.first) && forgets(span_of(a, forward ? m.s + 1 : m.s - 1)) >= 0) return {0, 0, false};
-  return {uniform(forward ? x.end - mine * C : x.begin), mine, false};
+  if (mine < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C)};
+  if (m.pass) return {0, 0};
+  if (!(forward ? x.last : x.first) && forgets(span_of(a, forward ? m.s + 1 : m.s - 1)) >= 0) return {0, 0};
+  return {uniform(forward ? x.end - mine * C : x.begin), mine};
 }
 
 // walk(S): over those chunks
