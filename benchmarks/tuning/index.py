@@ -30,7 +30,7 @@ from ..options import need_gpus
 from ..sparse import choose
 
 LONG, SHORT, TOPK = 131_072, 16_384, 2048
-STAY: tuple[dict[str, int], ...] = ({}, dict(BN=32), dict(BN=64))
+STAY: tuple[dict[str, int], ...] = ({}, dict(BN=32))
 LOSS: tuple[dict[str, int], ...] = (
     {},
     dict(num_stages=1),
@@ -53,7 +53,7 @@ def index() -> Iterator[tuple[str, Callable[[], Row]]]:
         for tile in STAY:
 
             def run(tile: dict = tile, fp8: bool = fp8) -> Row:
-                with patch.dict(index_kernel.STAY[1 if fp8 else 2], tile):
+                with patch.dict(index_kernel.STAY, tile):
                     lightning_index(q[:, -4096:], k, w[:, -4096:], TOPK, fp8=fp8)  # compiles
                     ms = milliseconds(lambda: lightning_index(q, k, w, TOPK, fp8=fp8), 2)
                 return dict(ms=ms, tflops=round(LONG**2 / 2 * 4 * 256 / ms / 1e9, 1))

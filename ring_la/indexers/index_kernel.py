@@ -24,11 +24,8 @@ from ..softmax.merging.parts import dense
 from .best_kernel import LOWEST_SCORE, BestLists, ordered
 from .chosen import CHUNK, Chosen, Rows
 
-STAY: dict[int, dict[str, Any]] = {
-    2: dict(BM=64, BN=32, SPAN=32, num_warps=4, num_stages=3),
-    1: dict(BM=64, BN=64, SPAN=32, num_warps=4, num_stages=3),
-}
-"""By bytes of a number: queries and keys of a tile, and tiles of keys of a program, where queries stay."""
+STAY: dict[str, Any] = dict(BM=64, BN=64, SPAN=32, num_warps=4, num_stages=3)
+"""Queries and keys of a tile, and tiles of keys that a program goes through, where queries stay."""
 PASS: dict[str, Any] = dict(BM=128, BN=128, SPAN=16, num_warps=8, num_stages=3)
 """The same where they do not."""
 EXACT: dict[str, Any] = dict(BM=32, BN=32, SPAN=16, num_warps=4, num_stages=1)
@@ -145,9 +142,8 @@ def _find(
     if begins:
         lists.count.fill_(end - first)
     (B, n, heads, D), padded = q.shape, max(16, int(triton.next_power_of_2(q.shape[3])))
-    near = STAY.get(q.itemsize)
-    stay = near is not None and heads * padded * q.itemsize * near["BM"] <= FEW
-    tile = EXACT if q.itemsize == 4 else near if stay and near else PASS
+    stay = q.itemsize < 4 and heads * padded * q.itemsize * STAY["BM"] <= FEW
+    tile = EXACT if q.itemsize == 4 else STAY if stay else PASS
     launch(
         find, (-(-n // tile["BM"]), -(-(end - first) // (tile["SPAN"] * tile["BN"])), B),
         q, k, w, lists.count if sizes is None else sizes, rows.tokens[strip], rows.starts[strip], lists.keys,

@@ -42,7 +42,7 @@ def test_the_choice_is_that_of_a_stable_sort(kind, topk, monkeypatch):
     from ring_la.indexers.lightning import index_scores
 
     tile = dict(BM=16, BN=16, SPAN=2, num_warps=4, num_stages=1)
-    for name, value in dict(STAY={1: tile, 2: tile}, PASS=tile, EXACT=tile, CHUNK=32, SLOTS=1 << 11).items():
+    for name, value in dict(STAY=tile, PASS=tile, EXACT=tile, CHUNK=32, SLOTS=1 << 11).items():
         monkeypatch.setattr(index_kernel, name, value)
     monkeypatch.setattr(best_kernel, "BLOCK", 64)
     monkeypatch.setattr(best_kernel, "MOST", 16)
