@@ -66,7 +66,7 @@ def _normalized(
         return (o[..., :-1] / (o[..., -1:] + eps)).to(v.dtype)
 
     if own is not None:
-        denominator = own[0].to(wide), own[1].to(wide)
+        denominator = own[0].to(wide), own[1]  # keys are only summed, in fp32 whatever they are
         return Recurrence(RULE, Inputs(q, k, v.to(wide)), causal=False, normalizer=denominator, readout=readout)
     with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
     return Recurrence(RULE, Inputs(q, k, with_one), causal=causal, readout=readout)
