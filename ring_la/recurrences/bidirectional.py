@@ -78,7 +78,7 @@ def _key_sums(k: Tensor, heads: int, cu: Tensor | None) -> Tensor:
 
 def _read(inputs: Inputs, S: Tensor, cu: Tensor | None, scale: float, normalizer: Normalizer) -> Tensor:
     """What this rank's tokens read."""
-    if normalizer is None:
+    if normalizer is None or normalizer[0] is inputs.q:
         return read_state(inputs.q, S, cu, scale)
     numerator = read_state(inputs.q, S[..., :-1].contiguous(), cu, scale)
     return torch.cat([numerator, read_state(normalizer[0], S[..., -1:].contiguous(), cu, scale)], -1)
