@@ -65,12 +65,20 @@ def _sums(inputs: Inputs, cu: Tensor | None, normalizer: Normalizer) -> Tensor:
     S = outer_sum(k, v, cu)
     if normalizer is None:
         return S
-    return torch.cat([S, outer_sum(normalizer[1], v.new_ones(*v.shape[:3], 1), cu)], -1)
+    return torch.cat([S, _key_sums(normalizer[1], v.shape[2], cu).to(S.dtype)], -1)
+
+
+def _key_sums(k: Tensor, heads: int, cu: Tensor | None) -> Tensor:
+    """Σ k of each piece, ``[B, N, H, K, 1]``, in fp32 or wider."""
+    if cu is not None:
+        return outer_sum(k, k.new_ones(*k.shape[:2], heads, 1), cu)
+    total = k.sum(1, dtype=torch.promote_types(k.dtype, torch.float32))
+    return total.repeat_interleave(heads // k.shape[2], 1)[:, None, ..., None]
 
 
 def _read(inputs: Inputs, S: Tensor, cu: Tensor | None, scale: float, normalizer: Normalizer) -> Tensor:
     """What this rank's tokens read."""
-    if normalizer is None:
+    if normalizer is None or normalizer[0] is inputs.q:
         return read_state(inputs.q, S, cu, scale)
     numerator = read_state(inputs.q, S[..., :-1].contiguous(), cu, scale)
     return torch.cat([numerator, read_state(normalizer[0], S[..., -1:].contiguous(), cu, scale)], -1)

@@ -60,16 +60,16 @@ def _normalized(
 ) -> Recurrence:
     """Divided by a denominator that rides as one more value column, of q and k or of its `own`."""
     wide = torch.promote_types(v.dtype, torch.float32)
-    q, k = q.to(wide), k.to(wide)
 
     def readout(o: Tensor) -> Tensor:
         return (o[..., :-1] / (o[..., -1:] + eps)).to(v.dtype)
 
-    if own is not None:
-        denominator = own[0].to(wide), own[1].to(wide)
-        return Recurrence(RULE, Inputs(q, k, v.to(wide)), causal=False, normalizer=denominator, readout=readout)
-    with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
-    return Recurrence(RULE, Inputs(q, k, with_one), causal=causal, readout=readout)
+    if causal:
+        with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
+        return Recurrence(RULE, Inputs(q.to(wide), k.to(wide), with_one), readout=readout)
+    inputs = Inputs(q.to(wide), k.to(wide), v.to(wide))
+    denominator = (inputs.q, k) if own is None else (own[0].to(wide), own[1])  # keys are only summed, in fp32
+    return Recurrence(RULE, inputs, causal=False, normalizer=denominator, readout=readout)
 
 
 def _own_normalizer(

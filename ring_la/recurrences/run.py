@@ -37,7 +37,7 @@ def agreed(name: str, describe: Callable[[], Recurrence], options: CommonOptions
     if isinstance(layout, ShardedLayout):
         return _compared(name, describe, options, flags, layout)
     r = describe()
-    known = layout is None and options.cu_seqlens is None and r.normalizer is None
+    known = layout is None and options.cu_seqlens is None
     if not known or torch.compiler.is_compiling():  # a graph is for all lengths
         check(r, options)
         return AgreedCall(r)
@@ -95,7 +95,7 @@ def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLa
     decays that the host knows, and what no check has seen to be a tensor."""
     if layout.cp.validate == "always" or options.cu_seqlens is not None:
         return None
-    if r.decays is not None or r.normalizer is not None:
+    if r.decays is not None:
         return None
     try:
         kind = (*_shapes(r, options), flags)
@@ -107,9 +107,8 @@ def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLa
 
 def _shapes(r: Recurrence, options: CommonOptions) -> list:
     """What checks look at."""
-    found: list = [
-        x if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in (*r.inputs, options.initial_state)
-    ]
+    given = (*r.inputs, options.initial_state, *(r.normalizer or ()))
+    found: list = [x if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in given]
     scale, _, final, unit_length, _, cu_seqlens, *rest = options
     found += r.rule, r.causal, scale, final, unit_length, cu_seqlens, *rest, torch.is_grad_enabled()
     return found
@@ -140,4 +139,7 @@ def ready(x: Inputs, unit_length: bool) -> Inputs:
 
 def unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
     """A denominator's own q and k, of unit length where that is asked for."""
-    return normalizer if normalizer is None or not unit_length else (l2norm(normalizer[0]), l2norm(normalizer[1]))
+    if normalizer is None or not unit_length:
+        return normalizer
+    q, k = normalizer
+    return l2norm(q), l2norm(k.to(q.dtype))

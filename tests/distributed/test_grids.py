@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 
 import ring_la
 from ring_la.errors import DisagreementError, RingLAError
+from ring_la.recurrences import run
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
@@ -187,3 +190,19 @@ def check_normalizer(rank: int, P: int, cu: tuple[int, ...] | None) -> list[floa
 @pytest.mark.parametrize(("P", "cu"), [(1, None), (3, None), (2, (0, 4, 11))])
 def test_a_denominator_of_its_own_in_one_exchange(ranks, P, cu):
     assert max(map(max, ranks.run(P, check_normalizer, P, cu))) < 1e-10
+
+
+def count_comparisons(rank: int) -> int:
+    """How often ranks compare two calls alike, with a denominator of its own."""
+    cp = ring_la.ContextParallel(group(2), timeout=60)
+    layout = cp.grid((4, 3))
+    q, k, v, nq, nk = (torch.rand(1, layout.local_length, 2, 4) for _ in range(5))
+    with mock.patch.object(run, "agree", side_effect=run.agree) as agree:
+        for _ in range(2):
+            own = dict(normalizer_q=nq, normalizer_k=nk)
+            ring_la.linear_attention(q, k, v, causal=False, normalize=True, layout=layout, **own)
+    return agree.call_count
+
+
+def test_calls_with_a_denominator_of_its_own_are_compared_once(ranks):
+    assert ranks.run(2, count_comparisons) == [1, 1]

@@ -103,7 +103,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of neighbouring channels turned by their angles, ``[B, T, 1, D]`` each twice."""
     x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).flatten(-2).type_as(x)
+    out = torch.empty_like(x)  # as the library: each half is rounded where it is written
+    out[..., 0::2], out[..., 1::2] = x1 * cos - x2 * sin, x1 * sin + x2 * cos
+    return out
 
 
 LINEAR: dict[str, Callable[..., Tensor]] = {

@@ -45,26 +45,51 @@ SAFE, WIDENED = 1 << 30, 8
 channels it may have than the tokens."""
 
 
+Neighbours = Callable[[], tuple[Tensor, Tensor]]
+"""The slices before and after a rank's own, when they have come."""
+
+
 def joined(x: Tensor, coming: Halo | Arrived, dim: int) -> Tensor:
     before, after = coming.wait()
     return torch.cat([before, x, after], dim)
 
 
+def convolved(conv: nn.Module, x: Tensor, neighbours: Neighbours | None, width: int = 1) -> Tensor:
+    """A convolution that reaches `width` slices of dimension 2 to both sides, ``[B, C, slices, …]``; None: there are no
+    other slices. All of `x` is taken as it lies, while messages travel, and what its borders lack is made good behind
+    it: with the neighbours' slices put around `x` it would be copied, and into another order of dimensions."""
+    y = conv(x)
+    if neighbours is None:
+        return y
+    before, after = neighbours()
+    n, reach = min(width, x.shape[2]), 2 * width
+    head = torch.cat([before, x[:, :, :reach], after], 2)[:, :, : reach + width]
+    tail = torch.cat([before, x[:, :, -reach:], after], 2)[:, :, -reach - width :]
+    first, last = conv(torch.cat([head, tail]))[:, :, width : width + n].chunk(2)
+    y[:, :, :n], y[:, :, -n:] = first, last
+    return y
+
+
 def glu_conv(module: Any, running: Running, x: Tensor) -> Tensor:
     """SANA's GLUMBConv ``[B, C, rows, columns]``: its depthwise 3 x 3 convolution reaches one row up and down. Rows of
-    the input travel while this rank's are widened, and are widened when they have come."""
+    the input travel while this rank's are widened and convolved, and are widened when they have come."""
     grid: GridLayout = running.call.grid
-    residual, coming = x, grid.halo(x, 2)
-    inner = module.nonlinearity(module.conv_inverted(x))
-    edges = module.nonlinearity(module.conv_inverted(torch.cat(coming.wait(), 2)))
-    rows = zip(edges.split(1, 2), grid.beyond())  # behind the image's border the convolution reads zeros
-    above, below = (torch.zeros_like(row) if outside else row for row, outside in rows)
-    x = module.conv_depth(torch.cat([above, inner, below], 2))[:, :, 1:-1]
+    residual, coming = x, None if grid.cp.size == 1 else grid.halo(x, 2)
+    x = module.nonlinearity(module.conv_inverted(x))
+    x = convolved(module.conv_depth, x, None if coming is None else functools.partial(_widened, module, grid, coming))
     x, gate = x.chunk(2, 1)
     x = module.conv_point(x * module.nonlinearity(gate))
     if module.norm_type == "rms_norm":
         x = module.norm(x.movedim(1, -1)).movedim(-1, 1)
     return x + residual if module.residual_connection else x
+
+
+def _widened(module: Any, grid: GridLayout, coming: Halo | Arrived) -> tuple[Tensor, Tensor]:
+    """The neighbours' rows; behind the image's border the convolution reads zeros."""
+    edges = module.nonlinearity(module.conv_inverted(torch.cat(coming.wait(), 2)))
+    rows = zip(edges.split(1, 2), grid.beyond())
+    above, below = (torch.zeros_like(row) if outside else row for row, outside in rows)
+    return above, below
 
 
 def glu_temporal_conv(module: Any, running: Running, x: Tensor) -> Tensor:
@@ -103,26 +128,11 @@ def _spatial(
 def _over_frames(
     grid: GridLayout, spatial: Callable[[Tensor], Tensor], temporal: nn.Module, x: Tensor, width: int
 ) -> Tensor:
-    """``y + temporal(y)`` for ``y = spatial(x)``, ``[B, frames, rows, columns, C]``. Frames at the ends come first, and
-    travel while those between are computed."""
-    frames, shape = x.shape[1], x.shape[2:4]
-    if frames > 2 * width:
-        ends = spatial(torch.cat([x[:, :width], x[:, -width:]], 1))
-        first, last = ends.split(width, 2)
-        coming = grid.halo(_ends_of(first, last, frames), 2, width)
-        y = torch.cat([first, spatial(x[:, width:-width]), last], 2)
-    else:
-        y = spatial(x)
-        coming = grid.halo(y, 2, width)
-    whole = temporal(joined(y, coming, 2))
-    y = y + whole[:, :, width : width + frames]
-    return y.unflatten(3, shape).permute(0, 2, 3, 4, 1)
-
-
-def _ends_of(first: Tensor, last: Tensor, frames: int) -> Tensor:
-    """This rank's frames of which only those at the ends are known."""
-    between = first.new_zeros(1).expand(*first.shape[:2], frames - 2 * first.shape[2], first.shape[3])
-    return torch.cat([first, between, last], 2)
+    """``y + temporal(y)`` for ``y = spatial(x)``, ``[B, frames, rows, columns, C]``. Frames at the ends travel while
+    the convolution over this rank's runs."""
+    y = spatial(x)
+    y = y + convolved(temporal, y, None if grid.cp.size == 1 else grid.halo(y, 2, width).wait, width)
+    return y.unflatten(3, x.shape[2:4]).permute(0, 2, 3, 4, 1)
 
 
 def short_conv(module: Any, running: Running, x: Tensor, num_frames: int) -> Tensor:
