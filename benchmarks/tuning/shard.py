@@ -86,7 +86,7 @@ class Shard:
         alone = arm == "alone"
         border = None if alone else AtOnce(S, dS)
         use = OutputUse(saved=train, alone=alone)
-        least = one_launch.Least(0, 0, 0, 0) if arm.startswith("spans") else one_launch.Least()
+        least = one_launch.Least(0, 0, 0) if arm.startswith("spans") else one_launch.Least()
         across = mock.patch.object(one_launch, "ACROSS", least)
         _, _, length = arm.partition(" of ")
         cut = mock.patch.object(gdn_launches, "across", return_value=(int(length),) * 2) if length else nullcontext()

@@ -50,8 +50,7 @@ class Checks:
 
     def _somewhere(self, here: bool) -> bool:
         """Whether something holds on any rank: FSDP loads weights on one, and the check may gather them. Collective."""
-        with self.cp.device:
-            return bool(self.cp.comm.all_reduce(torch.tensor(float(here), device="cpu")).wait() > 0)
+        return bool(self.cp.comm.all_reduce(torch.tensor(float(here), device=self.cp.device)).wait() > 0)
 
     @torch.compiler.disable
     def _probe(self, model: PreTrainedModel) -> None:
