@@ -1,9 +1,9 @@
 """Build flash-attn 2 from its source distribution for this GPU: bf16, head widths 64 and 128, no dropout, no ALiBi.
 
-    python -m benchmarks.attention.build_flash_attn SOURCE SITE [--jobs 16]
+    python -m benchmarks.attention.build_flash_attn SOURCE SITE [--jobs 16] [--widths 128]
 
 SOURCE is the unpacked source distribution (``pip download --no-binary flash-attn flash-attn==2.8.3.post2``), SITE the
-folder that PYTHONPATH then names. The whole package has 72 kernel files; these widths and this dtype have twelve.
+folder that PYTHONPATH then names. The whole package has 72 kernel files; a width of this dtype has six.
 Needs nvcc and ninja.
 """
 
@@ -14,9 +14,9 @@ import os
 import pathlib
 import shutil
 import time
+from collections.abc import Sequence
 
 NAME = "flash_attn_2_cuda"
-WIDTHS = (64, 128)
 DEFINES = tuple(f"-DFLASHATTENTION_DISABLE_{what}" for what in ("DROPOUT", "ALIBI", "UNEVEN_K"))
 UNDEFINED = tuple(f"-U__CUDA_NO_{what}__" for what in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS"))
 FLAGS = ("-O3", *UNDEFINED, "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", "--expt-relaxed-constexpr", "--use_fast_math")
@@ -29,38 +29,44 @@ SWITCHES = """
     return __VA_ARGS__();                                                 \\
   }()
 #undef HEADDIM_SWITCH
-#define HEADDIM_SWITCH(HEADDIM, ...)                                      \\
-  [&] {                                                                   \\
-    TORCH_CHECK((HEADDIM) == 64 || (HEADDIM) == 128,                      \\
-                "flash-attn was built for head widths 64 and 128 alone"); \\
-    if ((HEADDIM) == 64) {                                                \\
-      constexpr static int kHeadDim = 64;                                 \\
-      return __VA_ARGS__();                                               \\
-    } else {                                                              \\
-      constexpr static int kHeadDim = 128;                                \\
-      return __VA_ARGS__();                                               \\
-    }                                                                     \\
+#define HEADDIM_SWITCH(HEADDIM, ...)                                   \\
+  [&] {                                                                \\
+    TORCH_CHECK(WIDTHS, "flash-attn was built without this head width"); \\
+BRANCHES
   }()
 """
 """What dispatches to kernels that are not built, put behind the package's own."""
+BRANCH = """\
+    if ((HEADDIM) == {0}) {{                                             \\
+      constexpr static int kHeadDim = {0};                               \\
+      return __VA_ARGS__();                                            \\
+    }}                                                                  \\"""
 
 
-def sources(folder: pathlib.Path) -> list[pathlib.Path]:
+def switches(widths: Sequence[int]) -> str:
+    """What dispatches to these widths alone; the last needs no condition, as C++ wants a value from every path."""
+    *first, last = (BRANCH.format(D) for D in widths)
+    last = "\n".join(last.splitlines()[1:-1])
+    known = " || ".join(f"(HEADDIM) == {D}" for D in widths)
+    return SWITCHES.replace("WIDTHS", known).replace("BRANCHES", "\n".join([*first, last]))
+
+
+def sources(folder: pathlib.Path, widths: Sequence[int]) -> list[pathlib.Path]:
     """The files to compile, the longest first."""
     passes = ("bwd", "fwd_split", "fwd")
     masks = ("_causal", "")
-    names = [f"flash_{p}_hdim{D}_bf16{mask}_sm80.cu" for p in passes for D in sorted(WIDTHS)[::-1] for mask in masks]
+    names = [f"flash_{p}_hdim{D}_bf16{mask}_sm80.cu" for p in passes for D in sorted(widths)[::-1] for mask in masks]
     return [*(folder / "src" / name for name in names), folder / "flash_api.cpp"]
 
 
-def build(source: pathlib.Path, site: pathlib.Path, jobs: int) -> None:
+def build(source: pathlib.Path, site: pathlib.Path, jobs: int, widths: Sequence[int]) -> None:
     """Compile the extension into `site` and put the package's Python files beside it."""
     from torch.utils.cpp_extension import load
 
     code = source / "csrc" / "flash_attn"
     switch = code / "src" / "static_switch.h"
-    if SWITCHES not in switch.read_text():
-        switch.write_text(switch.read_text() + SWITCHES)
+    if (added := switches(widths)) not in switch.read_text():
+        switch.write_text(switch.read_text() + added)
     site.mkdir(parents=True, exist_ok=True)
     shutil.copytree(source / "flash_attn", site / "flash_attn", dirs_exist_ok=True, ignore=_not_version_4)
     work = site.with_name(site.name + "-build")
@@ -68,7 +74,7 @@ def build(source: pathlib.Path, site: pathlib.Path, jobs: int) -> None:
     os.environ |= dict(MAX_JOBS=str(jobs), TORCH_CUDA_ARCH_LIST="9.0")
     load(
         NAME,
-        [str(x) for x in sources(code)],
+        [str(x) for x in sources(code, widths)],
         extra_cflags=["-O3", *DEFINES],
         extra_cuda_cflags=[*FLAGS, "--expt-extended-lambda", *DEFINES],
         extra_include_paths=[str(x) for x in (code, code / "src", source / "csrc" / "cutlass" / "include")],
@@ -88,9 +94,10 @@ def main() -> None:
     parser.add_argument("source", type=pathlib.Path)
     parser.add_argument("site", type=pathlib.Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128], choices=(64, 128), help="of heads")
     args = parser.parse_args()
     start = time.time()
-    build(args.source, args.site, args.jobs)
+    build(args.source, args.site, args.jobs, args.widths)
     print(f"built in {time.time() - start:.0f} s", flush=True)
 
 
