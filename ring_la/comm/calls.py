@@ -129,8 +129,8 @@ class CallLog:
         patience = self._members.timeout.total_seconds()
         while True:
             behind = [r for r in self._others if self._all[self._first[r]] < n]
-            dead = [r for r in behind if pause >= 1e-3 and self._is_dead(r)] + self._gone(n)
             elsewhere = self._all[ELSEWHERE] < n and (pause < 1e-3 or not self._is_dead(self._board.here[0]))
+            dead = [r for r in behind if pause >= 1e-3 and self._is_dead(r)] + self._gone(n)  # told before `elsewhere`
             self._compare(sent)  # now, with the lines of those who are not behind
             if not behind and not dead and not elsewhere:
                 self._met = n

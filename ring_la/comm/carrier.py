@@ -83,6 +83,7 @@ class Carrier:
                     selector.register(wire.socket, selectors.EVENT_READ, wire)
                 while self._low and not self._leaving:
                     self._step([key.data for key, _ in selector.select(self._pause()) if key.data], selector)
+                self._bury()  # whoever waits for this host must hear of its dead before it waits no longer
                 for wire in list(self._low):
                     self._tell(wire, left=True)
         except Exception as error:
@@ -110,10 +111,7 @@ class Carrier:
                 if calls != NEVER:  # it did not say that it leaves
                     self._board.lose(wire.rank, calls)
         if time.monotonic() - self._looked > LIVES:
-            self._looked = time.monotonic()
-            for rank in self._board.here:
-                if self._board.is_dead(rank):
-                    self._board.lose(rank, self._board.count(rank))
+            self._bury()
         if self._compares:
             first, lines = self._lines(self._reference.own)
             self._hold(first, lines)
@@ -124,6 +122,13 @@ class Carrier:
         for wire in list(self._low):
             with suppress(OSError):  # what is at the other end has ended: it is seen when it is read
                 self._tell(wire)
+
+    def _bury(self) -> None:
+        """Put down which ranks of this host have ended."""
+        self._looked = time.monotonic()
+        for rank in self._board.here:
+            if self._board.is_dead(rank):
+                self._board.lose(rank, self._board.count(rank))
 
     def _lines(self, first: int) -> tuple[int, list[int]]:
         """The digests of the furthest rank of this host, from line `first` or the last that are kept."""

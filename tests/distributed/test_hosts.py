@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
 
@@ -15,7 +16,8 @@ import torch
 
 import ring_la
 from ring_la import comm
-from ring_la.comm import Group
+from ring_la.comm import Group, carrier
+from ring_la.comm.board import ELSEWHERE, NEVER
 from tests.support.caught import caught
 from tests.support.pool import group
 
@@ -107,22 +109,54 @@ def test_who_looks_at_the_log_sees_other_hosts(ranks):
     )
 
 
-def check_death(rank: int, hosts: str) -> tuple[str, float]:
-    """Rank 2 ends while the others wait: its host's first rank or another."""
-    agreement, start = spread(rank, hosts).comm.agreement, time.monotonic()
-    agreement.agree("this", 1)
-    if rank == 2:
-        os._exit(1)
-    agreement.again(comm.Entry.of("this", "1"))
+def waiting(call: Callable[[], object]) -> str:
+    """What a wait for other ranks ends with."""
     try:
-        agreement.calls.meet()
+        call()
     except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    return "nothing raised", 0.0
+        return str(error)
+    return "nothing raised"
 
 
+def check_death(rank: int, hosts: str, lives: float) -> tuple[str, float]:
+    """Rank 2 ends while the others wait: its host's first rank or another. `lives`: seconds between two looks at it."""
+    with mock.patch.object(carrier, "LIVES", lives):
+        agreement, start = spread(rank, hosts).comm.agreement, time.monotonic()
+        agreement.agree("this", 1)
+        if rank == 2:
+            os._exit(1)
+        agreement.again(comm.Entry.of("this", "1"))
+        said = waiting(agreement.calls.meet)
+        del agreement  # leaves
+        gc.collect()
+    return said, time.monotonic() - start
+
+
+@pytest.mark.parametrize("lives", [carrier.LIVES, 1e9])  # the last: the host's first rank leaves before it looks
 @pytest.mark.parametrize("hosts", ["aab", "abb"])
-def test_a_rank_that_dies_on_another_host_is_named(ranks, hosts):
-    for message, seconds in ranks.run(3, check_death, hosts, dying=(2,)):
+def test_a_rank_that_dies_on_another_host_is_named(ranks, hosts, lives):
+    for message, seconds in ranks.run(3, check_death, hosts, lives, dying=(2,)):
         assert message == "rank 2 (global rank 2) died"
         assert seconds < 20
+
+
+def check_last_word(rank: int) -> str:
+    """Rank 1's host says that rank 1 has ended and leaves, just after rank 0 has looked who ended."""
+    agreement = spread(rank, "ab").comm.agreement
+    agreement.agree("this", 1)
+    if rank:
+        return waiting(agreement.calls.meet)
+    calls, gone = agreement.calls, agreement.calls._gone
+
+    def before_it_comes(n: int) -> list[int]:
+        said = gone(n)
+        calls._board.lose(1, n - 1)
+        calls._board.words[ELSEWHERE] = NEVER
+        return said
+
+    with mock.patch.object(calls, "_gone", before_it_comes):
+        return waiting(lambda: agreement.again(comm.Entry.of("this", "1")) or calls.meet())
+
+
+def test_who_ended_is_known_before_its_host_leaves(ranks):
+    assert ranks.run(2, check_last_word) == ["rank 1 (global rank 1) died", "nothing raised"]
