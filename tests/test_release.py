@@ -40,7 +40,7 @@ def test_the_pythons_said_are_the_pythons_tested():
 def test_what_workflows_run_is_there():
     """Scripts, extras and configurations that workflows and the Dockerfile name."""
     files = [*ROOT.glob(".github/workflows/*.yml"), ROOT / "Dockerfile"]
-    assert len(files) == 3
+    assert len(files) == 4
     text = "\n".join(file.read_text() for file in files)
     paths = set(re.findall(r"(?<![\w/.])((?:\.ci|\.github|launch|examples)/[\w./]+\w)", text))
     assert {".ci/run", ".github/check_package.py", "launch/constraints.txt"} <= paths

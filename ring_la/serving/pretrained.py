@@ -173,9 +173,11 @@ class _OneByOne:
     goes_on = False
 
     def __init__(self, model: PreTrainedModel, split: bool) -> None:
+        from ..integrations.transformers.names import cache_name
+
         self._model: Any = model
         names = inspect.signature(model.forward).parameters
-        self._cache = "cache_params" if "cache_params" in names else "past_key_values"
+        self._cache = cache_name(model.forward)
         self._last = {"logits_to_keep": 1} if split or "logits_to_keep" in names else {}
         self._places = "position_ids" in names  # not all models count on from what is in their cache
 

@@ -17,6 +17,7 @@ from ...outputs import AttentionOutput
 from ...softmax import attention, mla, sparse_attention
 from ...softmax.merging import Partial
 from .masks import CausalMask, mask_of
+from .names import CACHE
 
 NAME = "ring_la"
 """The name in the registries of attention and mask functions."""
@@ -126,7 +127,7 @@ def attend_latents(
     mask = read_mask(module, attention_mask, given)
     if given.indices is not None or given.s_aux is not None or mask.window is not None or mask.chunk is not None:
         raise UnsupportedError(
-            "past_key_values", "an empty cache for latents with windows, sinks or indices", "a filled one"
+            CACHE, "an empty cache for latents with windows, sinks or indices", "a filled one"
         )
     kept = _kept_before(module, latent)
     if kept is not None:
@@ -192,7 +193,7 @@ def _after_kept(
     """Attention of a call's tokens to each other and to those before them, whose keys stay where they are."""
     mask, call = read_mask(module, mask, given), module._ring_la.call
     if mask.chunk is not None:
-        raise UnsupportedError("past_key_values", "an empty cache for attention in chunks", "a filled one")
+        raise UnsupportedError(CACHE, "an empty cache for attention in chunks", "a filled one")
     q, k, v = tensors
     options: dict[str, Any] = {"window": -1 if mask.window is None else mask.window - 1, "softcap": ours["softcap"]}
     options |= {"sinks": given.s_aux, "scale": q.shape[-1] ** -0.5 if given.scaling is None else given.scaling}
@@ -227,7 +228,7 @@ def _run(
     if mask.chunk is None:
         return call.operator(function, *tensors, **ours, window=window).o
     if call.earlier is not None:
-        raise UnsupportedError("past_key_values", "an empty cache for attention in chunks", "a filled one")
+        raise UnsupportedError(CACHE, "an empty cache for attention in chunks", "a filled one")
     rows = zip(*(x.split(1) for x in tensors))
     return torch.cat([function(*row, **ours, window=window, **call.chunked(mask.chunk)).o for row in rows])
 

@@ -15,6 +15,7 @@ from ...context import ShardedLayout
 from ...errors import UnsupportedError
 from ...keystore import LayerKeys
 from .kept_keys import KeptKeys
+from .names import CACHE
 
 
 class CacheRecorder(Cache):
@@ -116,7 +117,7 @@ class RankCache(Cache):
     """An empty cache to give to a first, split call: keys and values stay on the rank that read them.
 
         cache = RankCache()
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
         for entry in cache.entries: ...
 
     Nothing can be read on from it here; it is what another engine is given.
@@ -151,7 +152,7 @@ class RankCache(Cache):
             elif name == "set_linear_cache":
                 self.entries.append(Remembered(layer, "recurrent", 0, args[1]))
             else:
-                raise UnsupportedError("past_key_values", "a RankCache for models without an indexer", name)
+                raise UnsupportedError(CACHE, "a RankCache for models without an indexer", name)
 
 
 class Earlier:
@@ -254,7 +255,7 @@ class ContinuedRecorder(Earlier, CacheRecorder):
         for name, tensors, args, keywords in reversed(self.records):
             if name == "update" and tensors[0] is key:
                 return _layer_of(args, keywords)
-        raise UnsupportedError("past_key_values", "keys that go into the cache as they are attended to", "others")
+        raise UnsupportedError(CACHE, "keys that go into the cache as they are attended to", "others")
 
 
 def _layer_of(args: tuple, keywords: dict) -> int:

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ...autograd import first_derivative_only, outside_graphs
 from ...blockwise import fixed
-from ...errors import UnsupportedError
+from ...errors import ArgumentError, UnsupportedError
 from .cache import CacheRecorder, ContinuedRecorder
 from .call import Current, ModelCall
 from .checks import refuse_by_places
@@ -25,6 +25,7 @@ from .in_blocks import in_blocks
 from .loss import agreed
 from .masks import documents_of_layout
 from .modules import known
+from .names import NAMES
 from .split import CacheSupport, SplitModel
 
 
@@ -35,14 +36,23 @@ def model_forward(original: Callable) -> Callable:
     @functools.wraps(original)
     @_not_compiled
     def forward(self: PreTrainedModel, *args, **keywords):
-        arguments = dict(zip(names, args)) | keywords
         split: SplitModel = self._ring_la  # type: ignore[assignment]
+        arguments = _named(dict(zip(names, args)) | keywords, split.cache.name)
         way = _way(self, split, arguments)
         with told_as_theirs(split.settings.cp.device):
             out = (_split if way == "split" else _whole)(self, split, original, arguments)
         return _last_logits(out, arguments["logits_to_keep"]) if way == "prompt" else out
 
     return forward
+
+
+def _named(arguments: dict, name: str) -> dict:
+    """A model's arguments, a cache by this name whatever other version's name it came by."""
+    caches = [other for other in NAMES if arguments.get(other) is not None]
+    if len(caches) > 1:
+        raise ArgumentError(caches[1], f"one cache, as {name}", f"{caches[0]}, too")
+    others = {n: x for n, x in arguments.items() if n not in NAMES}
+    return others | {name: arguments[n] for n in caches}
 
 
 def _not_compiled(function: Callable) -> Callable:
@@ -106,7 +116,7 @@ def _last_logits(out: ModelOutput, keep: int | Tensor) -> ModelOutput:
 def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> Any:
     """A call that is not split: the tokens after a prefill, on every rank."""
     if arguments.get("layout") is not None or arguments.get("cu_seqlens") is not None:
-        raise UnsupportedError("past_key_values", "an empty cache with layout or cu_seqlens", "a filled one")
+        raise UnsupportedError(split.cache.name, "an empty cache with layout or cu_seqlens", "a filled one")
     if torch.is_grad_enabled():
         raise UnsupportedError(split.cache.name, "none, or an empty one, with gradients", "a filled cache")
     ours = {"layout", "cu_seqlens"} | ({"logits_to_keep"} - known(original, {"logits_to_keep": None}).keys())

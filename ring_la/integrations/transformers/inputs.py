@@ -15,6 +15,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...layout import check_cu_seqlens
 from .call import ModelCall, Targets
 from .loss import fingerprint
+from .names import NAMES
 
 TOKENS = ("input_ids", "inputs_embeds")
 PASSED = {"output_hidden_states", "output_router_logits"}
@@ -23,7 +24,7 @@ READ = {
     *TOKENS,
     *("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", "ignore_index"),
     *("cu_seqlens", "layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-    *("cache_position", "return_dict", "output_attentions", "use_cache", "past_key_values", "cache_params"),
+    *("cache_position", "return_dict", "output_attentions", "use_cache", *NAMES),
     "logits_to_keep",
 }
 """Keywords read here."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from contextlib import ExitStack
 from typing import Literal
@@ -22,6 +21,7 @@ from .head import after_backbone, backbone_forward
 from .masks import make_mask
 from .mixers import entry_of, uncached
 from .modules import ModuleForwards, mixer_forward
+from .names import cache_name
 from .norms import NormForms, norm_forward
 from .rotary import goes_by_length, rotary_forward
 from .settings import Settings
@@ -106,7 +106,6 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
     current = Current()
     forwards = ModuleForwards(current)
     _put_forwards(model, forwards, undo, norms=not settings.cp.deterministic)
-    takes_parameters = "cache_params" in inspect.signature(type(model).forward).parameters
     split = SplitModel(
         settings=settings,
         current=current,
@@ -114,7 +113,7 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
         forwards=forwards,
         attention=attention,
         checks=Checks(settings, current, forwards),
-        cache=CacheSupport("cache_params" if takes_parameters else "past_key_values", uncached(model)),  # type: ignore[arg-type]
+        cache=CacheSupport(cache_name(type(model).forward), uncached(model)),  # type: ignore[arg-type]
         loss=model.loss_function,
         model=weakref.ref(model),  # type: ignore[arg-type]
     )

@@ -38,6 +38,7 @@ from .masks import make_mask
 from .mixers import goes_on, make_forward, scans
 from .mixers.indexed import is_matrix
 from .mixers.latents import caches_latents
+from .names import cache_name
 from .next_token import ROWS, ExpertNames, KeysOfStep, attend_rows
 from .slots import put_keys, put_state, slots, with_all_keys
 from .step_parts import shorten
@@ -69,7 +70,7 @@ class Sequences:
         self._names = AttentionNames(model) if self._split is None else self._split.attention
         self.goes_on = goes_on(model)
         self._takes = inspect.signature(model.forward).parameters
-        self.name = "cache_params" if "cache_params" in self._takes else "past_key_values"
+        self.name = cache_name(model.forward)
         self._step, self._experts = KeysOfStep(), ExpertNames(model)
         self._alone, self._scans = Current(), False  # of a model that is not split
         self._latents: dict[int, bool] = {}  # layers that have them, and whether one matrix says what they become

@@ -7,6 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from ring_la.integrations.transformers.names import NAMES  # noqa: E402
 from tests.support.transformers_models import CASES, RECURRENT  # noqa: E402
 
 from .test_models import LENGTH, batch  # noqa: E402
@@ -20,7 +21,7 @@ def decoded(model: torch.nn.Module) -> list[torch.Tensor]:
     ids, results = batch(2), []
     with torch.no_grad():
         out = model.eval()(input_ids=ids[:, :PROMPT], use_cache=True)
-        key = "past_key_values" if "past_key_values" in out else "cache_params"
+        key = next(name for name in NAMES if name in out)
         for t in range(PROMPT, LENGTH):
             results.append(model(input_ids=ids[:, t : t + 1], use_cache=True, **{key: out[key]}).logits[:, -1])
     return results

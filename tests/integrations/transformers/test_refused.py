@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from ring_la.integrations.transformers.names import CACHE
 from tests.support.transformers_models import CASES
 
 from .calls import LENGTH, ids, parallel
@@ -48,8 +49,10 @@ def refused_calls(rank: int) -> list[str]:
     model.config._output_attentions = False
     with torch.no_grad():
         cache = model(input_ids=x, use_cache=True).past_key_values
-    with pytest.raises(UnsupportedError, match="past_key_values: expected none, or an empty one, with gradients"):
+    with pytest.raises(UnsupportedError, match=f"{CACHE}: expected none, or an empty one, with gradients"):
         model(input_ids=x, labels=x, past_key_values=cache)  # a prefix of PEFT's
+    with pytest.raises(ArgumentError, match=f"past_key_values: expected one cache, as {CACHE}, got cache, too"):
+        model(input_ids=x, cache=cache, past_key_values=cache)
     with pytest.raises(UnsupportedError, match="a call of the parallelized model itself"):
         model.model(input_ids=x)
     with pytest.raises(UnsupportedError, match="copy"):

@@ -26,6 +26,7 @@ from ....indexers.chosen import Rows, best
 from ....softmax import mla, sparse_attention
 from ..attention import refuse_narrow_keys
 from ..call import ModelCall
+from ..names import takes_cache
 
 
 class Overriding:
@@ -91,19 +92,20 @@ class ByBlocks:
         return attend
 
 
+@takes_cache
 def qwen4_exp_attention(
     call: ModelCall,
     layer: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **keywords,
 ):
     """``Qwen4ExpTextAttention``, memory linear in this rank's tokens."""
     own = Overriding(layer, indexer=functools.partial(qwen4_exp_indexer, call, layer.indexer))
     forward = forward_with(type(layer), ByBlocks)
-    return forward(own, hidden_states, position_embeddings, Everything(), past_key_values, **keywords)
+    return forward(own, hidden_states, position_embeddings, Everything(), cache, **keywords)
 
 
 def qwen4_exp_indexer(
@@ -182,7 +184,8 @@ def is_matrix(up: nn.Module) -> bool:
     return type(up) is nn.Linear and up.bias is None and not isinstance(up.weight, DTensor)
 
 
-def glm5_next_attention(call: ModelCall, layer: Any, hidden_states: Tensor, past_key_values=None, **keywords):
+@takes_cache
+def glm5_next_attention(call: ModelCall, layer: Any, hidden_states: Tensor, cache=None, **keywords):
     """``Glm5NextTextAttention``: latents travel, and memory is linear in this rank's tokens."""
     methods: dict[str, Any] = dict(build_attention_mask_from_topk=lambda topk_indices, **_: topk_indices)
     if layer.indexer is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ....errors import UnsupportedError
 from ....indexers import lightning_index
 from ..attention import attend_latents
 from ..call import ModelCall
+from ..names import cache_of, takes_cache
 from .indexed import Overriding, forward_with, is_matrix
 
 
@@ -46,7 +48,7 @@ def latent_attention(call: ModelCall, layer: Any, *args, **keywords):
     if getattr(layer, "indexer", None) is not None:
         picking = pick_scaled if hasattr(layer.indexer, "softmax_scaling") else pick
         layer = Overriding(layer, indexer=functools.partial(picking, call, layer.indexer))
-    cached = keywords.get("past_key_values") is not None
+    cached = cache_of(keywords) is not None
     if not is_matrix(layer.kv_b_proj) or not _expands(kind) or (cached and not caches_latents(kind)):
         return inspect.unwrap(kind.forward)(layer, *args, **keywords)
     return forward_with(kind, Latents)(Overriding(layer, expand_kv=as_they_are), *args, **keywords)
@@ -62,7 +64,8 @@ def _expands(kind: Any) -> bool:
 def caches_latents(kind: Any) -> bool:
     """Whether what it puts into a cache are latents."""
     source = inspect.getsource(inspect.unwrap(kind.forward))
-    return 0 <= source.find("past_key_values.update(") < source.find("self.expand_kv(")
+    update = re.search(r"\b(cache|past_key_values)\.update\(", source)
+    return update is not None and update.start() < source.find("self.expand_kv(")
 
 
 def latent_layers(model: nn.Module) -> dict[int, bool]:
@@ -91,6 +94,7 @@ def in_pairs(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
+@takes_cache
 def pick(
     call: ModelCall,
     indexer: Any,
@@ -99,13 +103,13 @@ def pick(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: object,
     position_ids: object = None,
-    past_key_values: Any = None,
+    cache: Any = None,
 ) -> Tensor:
     """In place of an indexer: places in the sequence of the tokens that each of this rank's reads, ``[B, T, topk]``."""
     with torch.no_grad():
         q, k = index_vectors(indexer, hidden_states, q_resid, position_embeddings)
-        if past_key_values is not None:
-            k = past_key_values.update_indexer(k, indexer.layer_idx)
+        if cache is not None:
+            k = cache.update_indexer(k, indexer.layer_idx)
         return _picked(call, indexer, q, k, hidden_states)
 
 
@@ -115,6 +119,7 @@ def _picked(call: ModelCall, indexer: Any, q: Tensor, k: Tensor, hidden_states: 
     return lightning_index(q, k, w, indexer.index_topk, **call.split).places[:, :, 0]
 
 
+@takes_cache
 def pick_scaled(
     call: ModelCall,
     indexer: Any,
@@ -122,7 +127,7 @@ def pick_scaled(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: object,
     position_ids: Tensor,
-    past_key_values: Any = None,
+    cache: Any = None,
 ) -> Tensor:
     """The same of ``MistralLarge4TextIndexer``: queries come from the layer's input and grow with their positions, and
     in some layers nothing is rotated."""

@@ -9,26 +9,28 @@ from torch import Tensor
 
 from ....recurrences import lightning_attention
 from ..call import ModelCall
+from ..names import takes_cache
 
 
+@takes_cache
 def minimax(
     call: ModelCall,
     layer: Any,
     hidden_states: Tensor,
     position_embeddings: object = None,
     attention_mask: None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **_: object,
 ) -> tuple[Tensor, Tensor | None]:
     """``MiniMaxLightningAttention``: a static decay a head and no scale; all heads normed together, then gated."""
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1))
     q, k, v = qkv.split(layer.head_dim, -1)
     decay = -layer.slope_rate.flatten().float()
-    before = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
-    state: dict[str, Any] = dict(initial_state=before, output_final_state=past_key_values is not None)
+    before = None if cache is None else cache.get_linear_cache(layer.layer_idx)
+    state: dict[str, Any] = dict(initial_state=before, output_final_state=cache is not None)
     out = call.operator(lightning_attention, q, k, v, g=decay, scale=1.0, **state)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(layer.layer_idx, out.final_state.to(v.dtype))
+    if cache is not None:
+        cache.set_linear_cache(layer.layer_idx, out.final_state.to(v.dtype))
     o = layer.norm(out.o.flatten(2)) * F.sigmoid(layer.output_gate(hidden_states))
     return layer.out_proj(o), out.final_state
 

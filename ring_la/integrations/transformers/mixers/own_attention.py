@@ -12,6 +12,7 @@ from ....softmax import attention
 from ..attention import asked_of_attention
 from ..call import ModelCall
 from ..masks import CausalMask, mask_of
+from ..names import takes_cache
 from .indexed import Overriding
 
 
@@ -57,12 +58,13 @@ def falcon_attention(
     return layer.dense(o.flatten(2)), None
 
 
+@takes_cache
 def xglm_attention(
     call: ModelCall,
     layer: Any,
     hidden_states: Tensor,
     key_value_states: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     attention_mask: object = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -72,9 +74,9 @@ def xglm_attention(
         project(hidden_states).unflatten(-1, (-1, layer.head_dim))
         for project in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
-    if past_key_values is not None:
+    if cache is not None:
         k, v = (x.transpose(1, 2) for x in (k, v))
-        k, v = (x.transpose(1, 2) for x in past_key_values.update(k, v, layer.layer_idx))
+        k, v = (x.transpose(1, 2) for x in cache.update(k, v, layer.layer_idx))
     dropout = layer.dropout if layer.training else 0.0
     how: dict[str, Any] = dict(scale=layer.scaling, dropout_p=dropout) | asked_of_attention(layer)
     return layer.out_proj(call.operator(attention, q, k, v, **how).o.flatten(2)), None

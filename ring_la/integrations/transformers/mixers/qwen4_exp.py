@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ....conv import behind, short_conv
 from ..call import ModelCall
+from ..names import takes_cache
 from .indexed import Overriding
 
 
-def ngram_embedding(call: ModelCall, layer: Any, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+@takes_cache
+def ngram_embedding(call: ModelCall, layer: Any, input_ids: Tensor, cache: Any = None) -> Tensor:
     """``Qwen4ExpTextNGramEmbedding``: the ids before this rank's tokens come from their owner."""
     documents = input_ids.shape[0]
     if call.layout is None or call.layout.packed:
@@ -27,7 +29,7 @@ def ngram_embedding(call: ModelCall, layer: Any, input_ids: Tensor, past_key_val
 def ple_layer(call: ModelCall, layer: Any, *args, **keywords) -> Tensor:
     """``Qwen4ExpTextPLELayer``: the dilated convolution is a longer one, with zeros between its taps."""
 
-    def convolve(hidden_states: Tensor, past_key_values: Any) -> Tensor:
+    def convolve(hidden_states: Tensor, *_: object) -> Tensor:
         weight, dilation = layer.conv1d.weight[:, 0], layer.conv1d.dilation[0]
         taps = torch.arange(weight.shape[1], device=weight.device) * dilation
         spread = weight.new_zeros(weight.shape[0], int(dilation) * (weight.shape[1] - 1) + 1)

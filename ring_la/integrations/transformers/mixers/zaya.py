@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ....conv import behind, token_shift
 from ..call import ModelCall
+from ..names import takes_cache
 
 
+@takes_cache
 def cca_projection(
-    call: ModelCall, layer: Any, hidden_states: Tensor, past_key_values: Any = None, conv_mask: None = None
+    call: ModelCall, layer: Any, hidden_states: Tensor, cache: Any = None, conv_mask: None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``ZayaCCAProjection``: q ``[B, T, H, D]``, k and v ``[B, T, Hk, D]``."""
     groups, D = layer.num_key_value_groups, layer.head_dim
