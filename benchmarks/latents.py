@@ -66,17 +66,17 @@ ARMS = {"latents": latents_travel, "keys": keys_travel}
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Bytes that this rank copies into other ranks' memory."""
-    own, sent = mailbox._copy, [0]
+    own, sent = mailbox.copy_rows, [0]
 
     def copy(into: Tensor, source: Tensor) -> None:
         sent[0] += source.nbytes
         own(into, source)
 
-    mailbox._copy = copy
+    mailbox.copy_rows = copy
     try:
         yield sent
     finally:
-        mailbox._copy = own
+        mailbox.copy_rows = own
 
 
 def check(cp: ring_la.ContextParallel) -> dict[str, dict[str, float]]:
