@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ring_la.scan import STRATEGIES, CostModel
 
 from ..bars import grouped_bars, legend_above
+from ..peers import fla_tuning
 from .arms import UNSPLIT
 
 CLOSE = 1.05
@@ -52,6 +54,8 @@ class Report:
         )  # fmt: skip
         if self.writes:
             args.out.mkdir(parents=True, exist_ok=True)
+        if few := os.environ.get(fla_tuning.FEW):
+            self.machine["fla_configurations"] = int(few)
 
     def group(self, P: int, cost: CostModel | None) -> None:
         """α and β of every pattern, as measured on P ranks."""
