@@ -223,11 +223,12 @@ def settle_for_the_first() -> None:
 def few() -> None:
     """From now on kernels choose among as many configurations as the environment says, if it does: where there is no
     time to compile all. First those of four warps, then the nearest; of these first three stages."""
-    from triton.runtime.autotuner import Autotuner
-
-    most, prune = os.environ.get(FEW), Autotuner.prune_configs
+    most = os.environ.get(FEW)
     if most is None:
         return
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
 
     def far(config: Any) -> tuple[float, int]:
         return abs(math.log2(config.num_warps / 4)), abs(config.num_stages - 3)

@@ -21,12 +21,13 @@ def function(name: str) -> Callable[..., tuple]:
     return getattr(importlib.import_module(f"fla.ops.{module}"), function)
 
 
-def fla(name: str, T: int, group: Group | None) -> Callable[..., Tensor]:
-    """fla-core's function, alone or under its context parallelism over `group`."""
+def fla(name: str, T: int, group: Group | None, bounded: bool = False) -> Callable[..., Tensor]:
+    """fla-core's function, alone or under its context parallelism over `group`; with `bounded` gates, of −5 to 0, its
+    faster kernels for those."""
     import fla.ops.common.chunk_o as chunk_o
 
     chunk_o.TRITON_ABOVE_3_7_1 = True  # its guard of #640, which refuses this Triton; errors are checked here
-    op = function(name)
+    op = functools.partial(function(name), safe_gate=True) if bounded else function(name)
     device = torch.device("cuda", torch.cuda.current_device())
     if group is None:
         cu = torch.tensor([0, T], device=device)

@@ -14,6 +14,7 @@ Every arm but these runs the same kernels.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from ring_la.context import ContextParallel
 from ring_la.recurrences.retention import retention_decay
 from ring_la.scan import STRATEGIES, Chain, Cost, Exchange, Link, Scan
 
+from ..ops import production
 from ..peers.scan import FLA, fla, flash_qla
 
 HALF_LIVES = (16, 65536)
@@ -40,16 +42,21 @@ HALF_LIVES = (16, 65536)
 UNSPLIT = ("local", "alone", "FLA local", "FlashQLA local")
 """Arms that know nothing of other ranks: their result is not the whole sequence's."""
 
-Gates = Literal["trained", "none"]
+Gates = Literal["trained", "none", "production"]
 Call = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Op:
-    """What a recurrence's tokens bring beyond q, k, v."""
+    """What a recurrence's tokens bring beyond q, k, v.
+
+    Attributes:
+        production: whose gates "production" are, of `benchmarks.ops.production`; empty: none.
+    """
 
     gate: Literal["", "scalar", "diagonal"] = ""
     beta: bool = False
+    production: Literal["", "qwen", "kimi"] = ""
 
 
 OPS: dict[str, Op] = {
@@ -58,19 +65,27 @@ OPS: dict[str, Op] = {
     "simple_gla": Op("scalar"),
     "gla": Op("diagonal"),
     "delta_rule": Op(beta=True),
-    "gated_delta_rule": Op("scalar", True),
-    "kda": Op("diagonal", True),
+    "gated_delta_rule": Op("scalar", True, "qwen"),
+    "kda": Op("diagonal", True, "kimi"),
 }
 """Those of `ring_la.cli.transitions`."""
 
 
 def tokens(
-    name: str, gates: Gates, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int
+    name: str,
+    gates: Gates,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    keys: int | None = None,
 ) -> list[Tensor]:
     """q, k, v ``[1, T, H, D]`` and what else the recurrence takes, for a shape (T, H, D), as leaves.
 
-    q and k have unit length. Gates are fp32 per head, or of `dtype` per channel: −ln 2 / half-life times a random
-    factor of mean 1 a token, and per channel a factor of ½ to 2; zero for gates="none". β is sigmoid(x), x normal.
+    q and k have unit length, and `keys` heads if that is given. Gates are fp32 per head, or of `dtype` per channel:
+    −ln 2 / half-life times a random factor of mean 1 a token, and per channel a factor of ½ to 2; zero for
+    gates="none"; for "production" those of the production rows of `bench ops`, in fp32, as β then is. β is sigmoid(x),
+    x normal.
     """
     op, (T, H, D) = OPS[name], shape
     draw = torch.Generator(device).manual_seed(seed)
@@ -78,8 +93,11 @@ def tokens(
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=draw, device=device)
 
-    q, k = (normalize(normal(1, T, H, D), dim=-1).to(dtype) for _ in range(2))
+    q, k = (normalize(normal(1, T, keys or H, D), dim=-1).to(dtype) for _ in range(2))
     out = [q, k, normal(1, T, H, D).to(dtype)]
+    if gates == "production":
+        g = production.GATES[op.production](normal, (1, T, H, D) if op.gate == "diagonal" else (1, T, H))
+        return [x.requires_grad_() for x in (*out, g, torch.sigmoid(normal(1, T, H)))]
     if op.gate:
         share = torch.arange(H, device=device) / max(1, H - 1)
         rate = math.log(2) / HALF_LIVES[0] * (HALF_LIVES[0] / HALF_LIVES[1]) ** share
@@ -96,7 +114,13 @@ def tokens(
 def gate_kinds(name: str, wanted: list[Gates]) -> list[Gates]:
     """The kinds of gates to measure an op with: an additive one that never forgets is linear attention."""
     op = OPS[name]
-    return wanted if op.gate and op.beta else wanted[:1]
+    known = [gates for gates in wanted if gates != "production" or op.production]
+    return known if op.gate and op.beta else known[:1]
+
+
+def promised(name: str, gates: Gates) -> dict[str, float]:
+    """What a caller knows of these gates and says in a call of ours."""
+    return {"lower_bound": production.BOUND} if gates == "production" and OPS[name].production == "kimi" else {}
 
 
 class Unhidden(ContextParallel):
@@ -172,6 +196,7 @@ class Team:
         group: its messages.
         contexts: by the arm's label.
         refused: for each op and gates, why arms are not timed, as found so far; empty for those that may be.
+        errors: for each op and gates, of the arms that were compared.
     """
 
     def __init__(self, ranks: dist.ProcessGroup, alone: dist.ProcessGroup, transport: str = "auto") -> None:
@@ -188,23 +213,25 @@ class Team:
                     cp.cost = self.contexts["auto"].cost
         self.group = make("ring").comm
         self.refused: dict[tuple[str, str], dict[str, str]] = {}
+        self.errors: dict[tuple[str, str], dict[str, float]] = {}
 
-    def arms(self, name: str, T: int, which: Sequence[str] = ()) -> dict[str, Call]:
+    def arms(self, name: str, gates: Gates, T: int, which: Sequence[str] = ()) -> dict[str, Call]:
         """The function of the tensors giving the output, by label, of every arm this op and team have.
 
         `which` keeps those whose label starts with one of its words.
         """
-        op, P = getattr(ring_la, name), self.group.size
+        known, P = promised(name, gates), self.group.size
+        op = functools.partial(getattr(ring_la, name), **known)
         out: dict[str, Call] = {"local": lambda *x: op(*x).o}
         for label, cp in self.contexts.items():
             layout = cp.layout(T * cp.size, "contiguous")
             out[label] = lambda *x, layout=layout: op(*x, layout=layout).o
         if P > 1:
-            out["Ulysses pattern"] = ulysses(name, self.group)
+            out["Ulysses pattern"] = ulysses(name, self.group, known)
         if name in FLA and self.group.on_cuda and importlib.util.find_spec("fla"):
-            out["FLA local"] = fla(name, T, None)
+            out["FLA local"] = fla(name, T, None, bounded=bool(known))
             if P > 1:
-                out["FLA CP"] = fla(name, T, self.group)
+                out["FLA CP"] = fla(name, T, self.group, bounded=bool(known))
         if name == "gated_delta_rule" and self.group.on_cuda and importlib.util.find_spec("flash_qla"):
             out["FlashQLA local"] = flash_qla(T, None)
             if P > 1:
@@ -222,13 +249,13 @@ def exchanges(group: Group, like: Affine) -> dict[str, Callable[[], object]]:
     return {name: lambda s=s: s.start(chain, links, like, group).wait() for name, s in STRATEGIES.items()}
 
 
-def ulysses(name: str, group: Group) -> Call:
+def ulysses(name: str, group: Group, known: dict[str, float]) -> Call:
     """The local kernel on this rank's heads of the whole sequence, between two all-to-alls."""
-    op = getattr(ring_la, name)
+    op = functools.partial(getattr(ring_la, name), **known)
 
     def call(*x: Tensor) -> Tensor:
         whole = Swap.apply(group, True, *x)
-        heads = whole[0].shape[2]
+        heads = whole[2].shape[2]
         if name == "retention":  # static decays: this rank's heads'
             decay = retention_decay(heads * group.size, whole[0].device)
             whole = (*whole, decay[group.rank * heads : (group.rank + 1) * heads])
@@ -258,6 +285,13 @@ def error(call: Call, whole: Sequence[Tensor], true: Sequence[Tensor], do: Tenso
 
 
 def truth(name: str, whole: Sequence[Tensor], do: Tensor) -> list[Tensor]:
-    """Output and gradients of the whole sequence on one device: the PyTorch kernels in fp64, on the same inputs."""
-    wide = [x.detach().double().requires_grad_() for x in whole]
-    return gradients(lambda *x: getattr(ring_la, name)(*x, backend="torch").o, wide, do.double())
+    """Output and gradients of the whole sequence on one device: the PyTorch kernels in fp64, on the same inputs. Heads
+    go some at a time, which bounds the memory, but for retention, whose decays are those of all heads."""
+    keys = whole[0].shape[2]
+    parts = 1 if name == "retention" else math.gcd(keys, 8)
+
+    def of(part: int) -> list[Tensor]:
+        wide = [x.detach().chunk(parts, 2)[part].double().requires_grad_() for x in whole]
+        return gradients(lambda *x: getattr(ring_la, name)(*x, backend="torch").o, wide, do.chunk(parts, 2)[part])
+
+    return [torch.cat(found, 2) for found in zip(*map(of, range(parts)))]

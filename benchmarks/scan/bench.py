@@ -28,11 +28,13 @@ from ring_la.algebra import Affine
 from ring_la.cli.job import job
 from ring_la.cli.options import count
 from ring_la.cli.transitions import TRANSITIONS
+from ring_la.comm import Group
 from ring_la.comm.group import TRANSPORTS
 from ring_la.errors import ArgumentError
 from ring_la.scan import Chain
 
 from ..options import counts, names
+from ..peers import fla_tuning
 from ..timing import Step, captured, in_turns, speeds
 from .arms import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
 from .report import Case, Report
@@ -44,8 +46,8 @@ CHECKED = {"cuda": 1024, "cpu": 192}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", type=names(OPS), default=",".join(OPS))
-    gates = 'half-lives of 16 to 65,536 tokens ("trained"), none'
-    parser.add_argument("--gates", type=names(("trained", "none")), default="trained,none", help=gates)
+    gates = 'half-lives of 16 to 65,536 tokens ("trained"), none, those of the production rows of bench ops'
+    parser.add_argument("--gates", type=names(("trained", "none", "production")), default="trained,none", help=gates)
     parser.add_argument("--ranks", type=counts, default=[], help="group sizes, comma-separated; default: all ranks")
     lengths = "tokens a rank, comma-separated; default 16384,4096 (CPU: 256)"
     parser.add_argument("--lengths", type=counts, default=[], help=lengths)
@@ -54,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=pairs, default=[], help="op:arm, comma-separated, such as kda:FLA")
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--keys", type=count, help="heads of q and k (default: as many as --heads)")
     parser.add_argument("--width", type=count, default=128, help="K and V")
+    parser.add_argument("--checked", type=count, help="tokens a rank when arms are compared (default 1024, CPU: 192)")
+    parser.add_argument("--peer-limit", type=float, help="errors beyond which FLA and FlashQLA are not timed")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--inner", type=count, default=8, help="calls in a row between two barriers")
     parser.add_argument("--quantile", type=float, default=0.5, help="of the rounds; lower where others use the machine")
@@ -72,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         if (most := max(args.ranks, default=1)) > dist.get_world_size():
             raise ArgumentError("--ranks", f"at most {dist.get_world_size()}, the ranks there are", most)
         report = Report(args)
+        fla_tuning.few()
         for P in sorted(set(args.ranks) or {dist.get_world_size()}, reverse=True):
             group = dist.new_group(list(range(P)))
             alone = [dist.new_group([rank]) for rank in range(P)]
@@ -135,32 +141,46 @@ def measure(team: Team, case: Case, args: argparse.Namespace, report: Report) ->
     group = team.group
     dtype = torch.bfloat16 if group.on_cuda else torch.float32
     calls, failed = checked(team, case, dtype, args)
-    x = tokens(case.op, case.gates, (case.T, args.heads, args.width), dtype, group.device, seed=group.rank)
+    shape = (case.T, args.heads, args.width)
+    x = tokens(case.op, case.gates, shape, dtype, group.device, seed=group.rank, keys=args.keys)
     do = torch.randn_like(x[2])
     state = torch.empty(1, args.heads, args.width, args.width, device="meta")
     like = Affine(TRANSITIONS[case.op], None, state)
     for what, steps in passes(calls, x, do).items():
         case, predicted = case._replace(what=what), predictions(team, like, "backward" in what)
-        report.add(case, in_turns(steps, group, **how(args)), predicted, failed)
+        errors = team.errors.get((case.op, case.gates), {})
+        report.add(case, in_turns(steps, group, **how(args)), predicted, failed, errors=errors)
         if args.graph and group.on_cuda:
-            graphs, refused = captured(steps)
+            graphs, refused = agreed(group, *captured(steps))
             report.add(case, in_turns(graphs, group, **how(args)), {}, refused, "graph")
+
+
+def agreed(group: Group, graphs: dict[str, Step], refused: dict[str, str]) -> tuple[dict[str, Step], dict[str, str]]:
+    """What `captured` gives, less what another rank could not capture: it would be waited for. Collective."""
+    labels = sorted({*graphs, *refused})
+    mine = torch.tensor([float(label in graphs) for label in labels], device=group.device)
+    everywhere = group.all_reduce(mine, op=dist.ReduceOp.MIN).wait().tolist()
+    for label, had in zip(labels, everywhere):
+        if not had and label in graphs:
+            refused[label] = "not capturable on another rank"
+    return {label: replay for label, replay in graphs.items() if label not in refused}, refused
 
 
 def checked(
     team: Team, case: Case, dtype: torch.dtype, args: argparse.Namespace
 ) -> tuple[dict[str, Call], dict[str, str]]:
     """(arms to time, {arm: why it is not timed}): an arm must agree with the whole sequence's fp64 run first."""
-    calls = team.arms(case.op, case.T, which := [word for word in args.arms.split(",") if word])
+    calls = team.arms(case.op, case.gates, case.T, which := [word for word in args.arms.split(",") if word])
     if not calls:
-        raise ArgumentError("--arms", f"beginnings of {', '.join(team.arms(case.op, case.T))}", ",".join(which))
+        every = ", ".join(team.arms(case.op, case.gates, case.T))
+        raise ArgumentError("--arms", f"beginnings of {every}", ",".join(which))
     known = team.refused.setdefault((case.op, case.gates), {})
     for op, arm in args.skip:
         known |= {label: "skipped" for label in calls if op == case.op and label.startswith(arm)}
     for label, why in refusals(team, case, dtype, args, [n for n in calls if n not in (*UNSPLIT, *known)]).items():
         known[label] = why
-    if args.heads % team.group.size:
-        known["Ulysses pattern"] = f"{args.heads} heads do not divide among {team.group.size} ranks"
+    if (least := args.keys or args.heads) % team.group.size or args.heads % team.group.size:
+        known["Ulysses pattern"] = f"{least} heads do not divide among {team.group.size} ranks"
     failed = {label: known[label] for label in calls if known.get(label)}
     return {label: call for label, call in calls.items() if label not in failed}, failed
 
@@ -170,15 +190,18 @@ def refusals(team: Team, case: Case, dtype: torch.dtype, args: argparse.Namespac
     if not labels:
         return {}
     P, device = team.group.size, team.group.device
-    T, heads = CHECKED[device.type], args.heads * P // math.gcd(args.heads, P)
-    whole = tokens(case.op, case.gates, (T * P, heads, args.width), dtype, device, seed=7)
+    T, more = args.checked or CHECKED[device.type], P // math.gcd(args.keys or args.heads, P)
+    shape, keys = (T * P, more * args.heads, args.width), more * args.keys if args.keys else None
+    whole = tokens(case.op, case.gates, shape, dtype, device, seed=7, keys=keys)
     draw = torch.Generator(device).manual_seed(8)
     do = torch.randn(whole[2].shape, generator=draw, device=device).to(dtype)
-    true, calls, why = truth(case.op, whole, do), team.arms(case.op, T, labels), {}
+    true, calls, why = truth(case.op, whole, do), team.arms(case.op, case.gates, T, labels), {}
     for label in labels:
+        limit = args.peer_limit if args.peer_limit and label.startswith("F") else LIMITS[dtype]
         try:
             off = error(calls[label], whole, true, do, team.group)
-            why[label] = "" if off <= LIMITS[dtype] else f"wrong: error {off:.1e}"
+            why[label] = "" if off <= limit else f"wrong: error {off:.1e}"
+            team.errors.setdefault((case.op, case.gates), {})[label] = off
         except Exception as e:  # the same on every rank: what cannot run is a line of the table
             why[label] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
     return why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ring_la.scan import STRATEGIES, CostModel
 
 from ..bars import grouped_bars, legend_above
+from ..peers import fla_tuning
 from .arms import UNSPLIT
 
 CLOSE = 1.05
@@ -48,10 +50,12 @@ class Report:
         self.machine = dict(
             device=torch.cuda.get_device_name() if cuda else "cpu", torch=torch.__version__,
             ranks=dist.get_world_size(), transport=args.transport, heads=args.heads, width=args.width,
-            rounds=args.rounds, inner=args.inner, dtype="bfloat16" if cuda else "float32",
+            keys=args.keys or args.heads, rounds=args.rounds, inner=args.inner, dtype="bfloat16" if cuda else "float32",
         )  # fmt: skip
         if self.writes:
             args.out.mkdir(parents=True, exist_ok=True)
+        if few := os.environ.get(fla_tuning.FEW):
+            self.machine["fla_configurations"] = int(few)
 
     def group(self, P: int, cost: CostModel | None) -> None:
         """α and β of every pattern, as measured on P ranks."""
@@ -73,11 +77,15 @@ class Report:
         predicted: dict[str, float],
         failed: dict[str, str],
         mode: str = "eager",
+        errors: dict[str, float] | None = None,
     ) -> None:
-        """One case's arms: seconds, the model's seconds of the exchange, and what was not timed and why."""
+        """One case's arms: seconds, the model's seconds of the exchange, what was not timed and why, and the largest
+        relative errors of those that were compared."""
         self.wrong += sum(why.startswith("wrong") for why in failed.values())
         key = dict(**case._asdict(), mode=mode, at=round(time.monotonic() - self.start, 1))
         row: dict[str, Any] = key | dict(ms={n: round(t * 1e3, 4) for n, t in times.items()}, failed=dict(failed))
+        if errors:
+            row["errors"] = {n: float(f"{off:.3g}") for n, off in errors.items()}
         if predicted:
             row["exchange_ms"] = {n: round(t * 1e3, 4) for n, t in predicted.items()}
             row["choice"] = choice(row)
@@ -110,7 +118,7 @@ def choice(row: dict[str, Any]) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     bound = row["ms"].get("local")
-    head = f"{row['op']:17}{row['gates']:8}P{row['P']} T{row['T']:<6} {row['what']:17}{row['mode']:6}"
+    head = f"{row['op']:17}{row['gates']:11}P{row['P']} T{row['T']:<6} {row['what']:17}{row['mode']:6}"
     cells = []
     for label, ms in row["ms"].items():
         bare = row["ms"].get(label.replace("CP", "local")) if label.endswith(" CP") else bound
