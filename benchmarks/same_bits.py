@@ -1,7 +1,7 @@
 """What the same bits cost: a step of a hybrid model with and without ``deterministic=True``; and whether they are.
 
 python -m benchmarks.same_bits --tokens 2048 --dim 256
-torchrun --nproc-per-node 2 -m benchmarks.same_bits
+torchrun --nproc-per-node 2 -m benchmarks.same_bits --transport symmetric
 torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --profile
 torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --tokens 16384 --captured
 
@@ -44,7 +44,7 @@ def model_of(options: argparse.Namespace) -> HybridLM:
 
 def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[float], str]:
     """Of each step, forward, backward and the sum of the gradients over the ranks; and the last one's digest."""
-    cp = ContextParallel(deterministic=deterministic)
+    cp = ContextParallel(deterministic=deterministic, transport=options.transport)
     with cp.device:  # on a GPU a large one is made in no time
         model = model_of(options)
     layout = cp.layout(options.tokens, "zigzag")
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="the digest of each gradient, too")
     parser.add_argument("--profile", action="store_true", help="what a step spends on kernels")
     parser.add_argument("--layers", type=int, help="the first so many of them")
+    parser.add_argument("--transport", choices=("auto", "torch", "symmetric"), default="auto", help="of messages")
     args = parser.parse_args()
     switch.ON_GPUS = not args.by_block
     if "RANK" in os.environ:
@@ -123,11 +124,8 @@ def main() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     ways = [d for d in (False, True) if args.only in (None, "same" if d else "plain")]
     if dist.get_rank() == 0:
-        what = args.config or f"dim {args.dim}"
-        print(
-            f"{args.tokens} tokens, {what}, {dist.get_world_size()} ranks, {torch.get_num_threads()} threads",
-            flush=True,
-        )
+        what = f"{args.tokens} tokens, {args.config or f'dim {args.dim}'}, {dist.get_world_size()} ranks"
+        print(f"{what}, messages by {args.transport}, {torch.get_num_threads()} threads", flush=True)
     for deterministic in ways:
         times, bits = seconds(deterministic, args)
         if dist.get_rank() == 0:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -161,16 +165,39 @@ def diffusers_ring_anything(call: Call) -> Tensor:
 def torch_context_parallel(call: Call) -> Tensor:
     """PyTorch's context_parallel, which Accelerate and Transformers' Trainer use, around its own attention."""
     _unpacked(call)
+    q, k, v = (x.transpose(1, 2) for x in _three(call))
+    return _Within.apply(call, q, k, v).transpose(1, 2)
+
+
+@contextmanager
+def _within(call: Call) -> Iterator[None]:
+    """It wants a buffer of the whole sequence, which it cuts while inside."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _cp_options
 
     _cp_options.enable_load_balance = call.kind == "zigzag"
     mesh = init_device_mesh(call.device.type, (call.size,))
-    q, k, v = (x.transpose(1, 2) for x in _three(call))
-    with context_parallel(mesh), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        causal = call.options.get("causal", True)
-        o = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    return o.transpose(1, 2)
+    places = torch.arange(call.seq_len, device=call.device)
+    flash = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    with context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]), flash:
+        yield
+
+
+class _Within(torch.autograd.Function):
+    """Attention under context_parallel, whose backward has to be inside, too."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *given: Tensor) -> Tensor:
+        ctx.call, ctx.given = call, [x.detach().requires_grad_() for x in given]
+        q, k, v = ctx.given
+        with _within(call), torch.enable_grad():
+            causal = call.options.get("causal", True)
+            grouped = q.shape[1] != k.shape[1]
+            ctx.o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        return ctx.o.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with _within(ctx.call):
+            return None, *torch.autograd.grad(ctx.o, ctx.given, grads[0])

@@ -1,4 +1,4 @@
-"""The engine on GPUs, its prompts read by one rank and by two: `pytest -m gpu tests/gpu/test_serving.py`.
+"""The engine on GPUs, its prompts read by one rank, by two and by four: `pytest -m gpu tests/gpu/test_serving.py`.
 
 Its times: benchmarks/serving.py.
 """
@@ -24,7 +24,7 @@ from tests.support.pool import Ranks
 from tests.support.serving import GIB, Timed, answer, make, prompt
 from tests.support.transformers_models import CASES, VOCABULARY
 
-RANKS = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2)]
+RANKS = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2, 4)]
 
 
 @pytest.fixture(scope="module")

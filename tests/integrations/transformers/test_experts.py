@@ -60,7 +60,7 @@ def test_experts_by_themselves_are_exact(ranks, ranks_, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("P", "name"), [(2, "qwen3_5_moe"), (2, "nemotron_h"), (3, "gpt_oss")])
+@pytest.mark.parametrize(("P", "name"), [(2, "qwen3_5_moe"), (2, "nemotron_h"), (3, "gpt_oss"), (4, "qwen3_next")])
 def test_experts_by_themselves_are_exact_on_gpus(gpu_ranks, P, name):
     on_gpus(gpu_ranks, P, modules, name)
 
