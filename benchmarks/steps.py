@@ -6,20 +6,23 @@ Cases: `small` and `hybrid_1b`, forward and backward of a HybridLM of examples/c
 optimizer) on this rank's tokens of a sequence of `tokens` a rank; `qwen3_next`, the same of four of its layers through
 Transformers; `decode`, a token of each of --sequences of `hybrid_1b`; `flux` and `wan`, a denoising step of Diffusers'
 transformers at --size (1024x1024, 21x480x832: frames of latents first), whole inputs on every rank. Medians over the
-ranks' slowest, as many calls as fit in 8 s and 20 at most. The sum of kernels is what the profiler gives of the eager
-step, exchanges among them, so a step may be shorter where two run side by side. --limit: seconds after which no further
-way is begun. --ways also takes "reduce-overhead", PyTorch's own graphs.
+ranks' slowest, as many calls as fit in --seconds and 20 at most. The sum of kernels is what the profiler gives of that
+way's step, exchanges among them, so a step may be shorter where two run side by side. --limit: seconds after which no
+further way is begun. --ways also takes "reduce-overhead", PyTorch's own graphs. A "+" among the options begins another
+run in the same processes, which start once; a run that fails ends alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,8 +34,8 @@ from benchmarks.options import need_gpus
 
 from .step_cases import StepCase, decoding, denoising, qwen3_next, training
 
-WARM, SECONDS, MOST = 6, 8.0, 20
-"""Calls before the clock starts; seconds and calls of a median."""
+WARM, MOST = 6, 20
+"""Calls before the clock starts; calls of a median."""
 
 
 def slowest(seconds: float) -> float:
@@ -43,10 +46,10 @@ def slowest(seconds: float) -> float:
     return x.item()
 
 
-def median(run: Callable[[], object]) -> float:
-    """Milliseconds of a call, the slowest rank's."""
+def median(run: Callable[[], object], seconds: float) -> float:
+    """Milliseconds of a call, the slowest rank's, of as many as fit in so many seconds."""
     times: list[float] = []
-    while len(times) < MOST and (len(times) < 3 or slowest(sum(times)) < SECONDS):
+    while len(times) < MOST and (len(times) < 3 or slowest(sum(times)) < seconds):
         torch.cuda.synchronize()
         if dist.is_initialized():
             dist.barrier()
@@ -128,18 +131,32 @@ def measure(options: argparse.Namespace) -> None:
                 run()
             torch.cuda.synchronize()
             found[f"{name}, first calls, s"] = round(time.perf_counter() - first, 1)
-            found[name] = round(median(run), 3)
-            if name in ("eager", "compiled"):
-                total, each = kernels(run)
-                found[f"kernels of {name}"] = round(total, 3)
-                if options.table:
-                    found[f"longest kernels of {name}"] = each[: options.table]
+            found[name] = round(median(run, options.seconds), 3)
+            total, each = kernels(run)
+            found[f"kernels of {name}"] = round(total, 3)
+            if options.table:
+                found[f"longest kernels of {name}"] = each[: options.table]
         except Exception as error:  # a way that fails is a result, and the others are measured
             found[name] = f"{type(error).__name__}: {error}"[:600]
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps(found), flush=True)
             if options.out:  # as ways end: a run that is cut off still counts
                 options.out.write_text(json.dumps(found, indent=1))
+
+
+def parted(words: Sequence[str]) -> list[list[str]]:
+    """The options of each run.
+
+    >>> parted(["--case", "small", "+", "--case", "wan"])
+    [['--case', 'small'], ['--case', 'wan']]
+    """
+    runs: list[list[str]] = [[]]
+    for word in words:
+        if word == "+":
+            runs.append([])
+        else:
+            runs[-1].append(word)
+    return runs
 
 
 def main() -> None:
@@ -158,17 +175,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
     parser.add_argument("--sequences", type=int, default=1, help="of a step of decoding")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no way is begun")
+    parser.add_argument("--seconds", type=float, default=8, help="of the calls of a median, three calls at least")
     parser.add_argument("--ways", nargs="+", default=["eager", "captured", "compiled", "compiled, captured"])
     parser.add_argument("--table", type=int, default=0, metavar="N", help="also the N longest kernels and their calls")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    runs = [parser.parse_args(words) for words in parted(sys.argv[1:])]
     need_gpus(parser)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    measure(options)
+    failed = False
+    for options in runs:
+        try:
+            measure(options)
+        except Exception as error:
+            failed = True
+            print(f"{options.case}: {type(error).__name__}: {error}"[:600], flush=True)
+        torch._dynamo.reset()  # whose limit of compilations counts those of all runs
+        gc.collect()
+        torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,11 @@ def run(row: StepRow, gpus: int, out: Path, seconds: float) -> None:
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """A row of the table: milliseconds, and times the sum of kernels (captured: the eager or compiled step's)."""
+    """A row of the table: milliseconds, and times the sum of its kernels (older files: of what was captured)."""
     cells = []
     for way in WAYS:
-        kernels = found.get("kernels of compiled" if "compiled" in way else "kernels of eager")
+        older = found.get("kernels of compiled" if "compiled" in way else "kernels of eager")
+        kernels = found.get(f"kernels of {way}", older)
         ms = found.get(way)
         if not isinstance(ms, float):
             cells.append("–" if ms is None else "refused")

@@ -11,7 +11,8 @@ its blocks compiled, and either as a CUDA graph. Errors are relative to "one" in
 after the other, each in a model of its own; times are medians of the slowest rank's; `sent`, on CPUs, is what a rank
 sends a step. Rows are written as they come; one that takes longer than --limit, building and compiling included,
 ends, and the others go on. --parts adds what one rank's kernels took, by kind (`parts`). --pipeline takes whole images
-of Flux instead: text, 28 steps, decoder. Without GPUs tiny models run over gloo.
+of Flux instead: text, 28 steps, decoder. --reference keeps the outputs of "one" in a folder, and a run without that arm
+compares with what it finds there. Without GPUs tiny models run over gloo.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", action="store_true", help="what a step's time is made of, on GPUs")
     parser.add_argument("--rounds", type=count, default=5, help="at most: slow steps are timed less often")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds a row may take")
+    parser.add_argument("--reference", type=pathlib.Path, default=None, help="a folder of outputs of the arm one")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="also write the figures as JSON")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out, and add those it lacks")
 
@@ -99,6 +101,25 @@ class Where:
         own = [self.shape.small] if self.tiny else list(self.shape.sizes)
         self.sizes = own if options.sizes is None else options.sizes.get(model, options.sizes.get("", own))
         self.wanted: dict[tuple[int, ...], Tensor] = {}
+
+    def keep(self, size: tuple[int, ...], out: Tensor) -> None:
+        """What outputs of this size are compared with, also by later runs."""
+        self.wanted[size] = out
+        file = self._file(size)
+        if file is not None and self.group.rank == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(out.cpu(), file)
+
+    def want(self, size: tuple[int, ...]) -> Tensor | None:
+        """That output, if there is one."""
+        file = self._file(size)
+        if size not in self.wanted and file is not None and file.exists():
+            self.wanted[size] = torch.load(file, map_location=self.group.device)
+        return self.wanted.get(size)
+
+    def _file(self, size: tuple[int, ...]) -> pathlib.Path | None:
+        folder, layers = self.options.reference, self.options.layers or "all"
+        return None if folder is None else folder / f"{self.model}-{layers}-{_word(size)}.pt"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -170,7 +191,7 @@ def _timed(
         torch.cuda.reset_peak_memory_stats()
     out = step().float()
     if reference:
-        here.wanted[size] = out
+        here.keep(size, out)
     before = 0 if cp is None else cp.comm.bytes_sent
     barrier(group)
     took = group.all_reduce(torch.tensor(seconds(step, group, 1), device=group.device), op=dist.ReduceOp.MAX).wait()
@@ -179,7 +200,7 @@ def _timed(
     slow = rounds < 1  # then the one that was timed is what there is
     median = float(took) if slow else in_turns({"it": step}, group, rounds=rounds, warm=0)["it"]
     row = {"ms": 1e3 * median, "rounds": max(1, rounds)}
-    want = here.wanted.get(size)
+    want = here.want(size)
     if want is not None:
         row["error"] = float((out - want).norm() / want.norm())
     if cp is not None and cp.axes is None and not cuda:  # there keys may be copied, which counts nothing

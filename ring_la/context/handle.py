@@ -28,16 +28,17 @@ def enter(handle: Any) -> int:
     return number
 
 
-def found(number: int) -> Any:
-    """The handle of a number."""
+def found(number: int, keep: bool = True) -> Any:
+    """The handle of a number; `keep`: among those that live on, which is not for what holds a model's weights."""
     handle = _handles.get(number)
     if handle is None:
         expected = f"a handle that lives, or is one of the {KEPT} that compiled calls used last"
         raise ArgumentError("layout", expected, f"number {number}, which is gone", "Keep it until the backward pass")
-    _recent[number] = handle
-    _recent.move_to_end(number)
-    if len(_recent) > KEPT:
-        _recent.popitem(last=False)
+    if keep:
+        _recent[number] = handle
+        _recent.move_to_end(number)
+        if len(_recent) > KEPT:
+            _recent.popitem(last=False)
     return handle
 
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from benchmarks.diffusion.bench import sizes_of
+from benchmarks.diffusion.bench import Where, sizes_of
 from benchmarks.diffusion.book import Book
 from benchmarks.diffusion.parts import Launch, summed
 from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
@@ -85,6 +85,16 @@ def test_rows_are_there_as_they_come_or_say_why(ranks, tmp_path):
     assert rows[0] == rows[3] == json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert rows[0][0]["ms"] == 0.5
     assert rows[0][1]["cannot"].startswith("ZeroDivisionError")
+
+
+def test_outputs_of_one_device_are_there_for_later_runs(tmp_path):
+    where = argparse.Namespace(reference=tmp_path / "kept", layers=None, sizes=None)
+    cpu = argparse.Namespace(on_cuda=False, rank=0, device=torch.device("cpu"))
+    Where(cpu, where, "flux").keep((64, 64), torch.ones(3))
+    later = Where(cpu, where, "flux")
+    assert torch.equal(later.want((64, 64)), torch.ones(3))
+    assert later.want((64, 32)) is None
+    assert Where(cpu, argparse.Namespace(reference=None, layers=None, sizes=None), "flux").want((64, 64)) is None
 
 
 def test_parts_of_a_step_by_the_kernels_names():

@@ -6,6 +6,7 @@ import json
 import sys
 
 from benchmarks import steps_table
+from benchmarks.steps import parted
 
 FOUND = {"eager": 12.0, "kernels of eager": 10.0, "captured": 10.4, "compiled": 11.0, "kernels of compiled": 8.0}
 
@@ -23,6 +24,18 @@ def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch, capsys):
     steps_table.main()
     assert ran == ["decode-1", "wan-480p"]
     assert "| decode-1 | 12 (1.200) | 10.4 (1.040) | 11 (1.375) | refused |" in capsys.readouterr().out
+
+
+def test_a_way_stands_beside_its_own_kernels():
+    found = FOUND | {"kernels of captured": 10.2}
+    assert steps_table.line("small-4096", found) == "| small-4096 | 12 (1.200) | 10.4 (1.020) | 11 (1.375) | – |"
+
+
+def test_runs_of_one_process_are_parted():
+    assert parted(["--case", "small", "+", "--case", "wan", "--limit", "9"]) == [
+        ["--case", "small"],
+        ["--case", "wan", "--limit", "9"],
+    ]
 
 
 def test_nothing_is_begun_that_has_no_time(tmp_path, monkeypatch):

@@ -38,16 +38,21 @@ class AttentionOthers(NamedTuple):
     scale: float | None
 
 
+def _model(number: int) -> Any:
+    """What `parallelize` made of a model, as long as that is there: its weights go when its owner lets go."""
+    return found(number, keep=False)
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     """Attention ``[B, T, H, D]`` of this rank's tokens, in the call of the model that is under way."""
     x = AttentionOthers(*others)
-    return found(x.model).attend_now((q, k, v), x.streams, x.sizes, x.mask, x.masked, x.scale)
+    return _model(x.model).attend_now((q, k, v), x.streams, x.sizes, x.mask, x.masked, x.scale)
 
 
 def _post(k: Tensor, v: Tensor, *others: Any) -> Tensor:
     """A tensor of nothing, which orders the attention behind this."""
     x = AttentionOthers(*others)
-    found(x.model).posting.post_now((k, v), tuple(x.streams.split(",")), x.sizes, GivenMask.of(x.mask, x.masked))
+    _model(x.model).posting.post_now((k, v), tuple(x.streams.split(",")), x.sizes, GivenMask.of(x.mask, x.masked))
     return k.new_empty(1)
 
 
@@ -55,7 +60,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, token: Tensor, *others: Any) -> Ten
     """Attention ``[B, T, H, D]`` over keys that have gone."""
     x = AttentionOthers(*others)
     given = GivenMask.of(x.mask, x.masked)
-    return found(x.model).posting.attend_now((q, k, v), tuple(x.streams.split(",")), x.sizes, given)
+    return _model(x.model).posting.attend_now((q, k, v), tuple(x.streams.split(",")), x.sizes, given)
 
 
 def _like_values(q, k, v, *_) -> Tensor:
@@ -66,12 +71,12 @@ def _linear(
     q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor | None, normalizer_k: Tensor | None, model: int
 ) -> Tensor:
     """Linear attention ``[B, T, H, D]`` of this rank's tokens, in the call of `model` that is under way."""
-    return found(model).linear_now(q, k, v, normalizer_q, normalizer_k)
+    return _model(model).linear_now(q, k, v, normalizer_q, normalizer_k)
 
 
 def _whole_image(x: Tensor, model: int, dim: int, counts: Sequence[int]) -> Tensor:
     """All rows of the image along `dim`, `counts` of each rank; the checksums of the call's inputs travel with them."""
-    return found(model).whole_now(x, counts)
+    return _model(model).whole_now(x, counts)
 
 
 def _of_size(x, model, dim, counts) -> Tensor:
@@ -81,7 +86,7 @@ def _of_size(x, model, dim, counts) -> Tensor:
 
 
 def _own_rows(grads: Sequence[Tensor], wanted, x: Tensor, model: int, dim: int, counts: Sequence[int]) -> list[Tensor]:
-    return [found(model).own_gradient(grads[0], counts)]
+    return [_model(model).own_gradient(grads[0], counts)]
 
 
 diffusion_attention = SplitOperator(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -45,6 +47,26 @@ def check_compiled(rank: int, name: str) -> list[float]:
 def test_blocks_are_one_graph(ranks, name):
     for found in ranks.run(2, check_compiled, name):
         assert max(found) < 1e-9
+
+
+def check_gone(rank: int) -> bool:
+    """Whether a model that nobody holds any more is gone after compiled calls."""
+    torch._dynamo.reset()
+    model, inputs = make("wan")
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with torch.no_grad():
+        model(**inputs)
+    last, model, block = weakref.ref(model), None, None
+    torch._dynamo.reset()
+    gc.collect()
+    return last() is None
+
+
+def test_compiled_calls_keep_no_model(ranks):
+    """Registered operators know a model by its number, and kept the last 64: so many models' weights."""
+    assert all(ranks.run(2, check_gone))
 
 
 def check_sizes(rank: int) -> tuple[list[int], float]:
