@@ -126,9 +126,7 @@ def attend_latents(
         return _run(mla, tensors, module, attention_mask, given, ours), None
     mask = read_mask(module, attention_mask, given)
     if given.indices is not None or given.s_aux is not None or mask.window is not None or mask.chunk is not None:
-        raise UnsupportedError(
-            CACHE, "an empty cache for latents with windows, sinks or indices", "a filled one"
-        )
+        raise UnsupportedError(CACHE, "an empty cache for latents with windows, sinks or indices", "a filled one")
     kept = _kept_before(module, latent)
     if kept is not None:
         new = AttentionOutput(*mla(*tensors, **(ours | call.split))[:2])

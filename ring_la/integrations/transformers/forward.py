@@ -52,7 +52,7 @@ def _named(arguments: dict, name: str) -> dict:
     if len(caches) > 1:
         raise ArgumentError(caches[1], f"one cache, as {name}", f"{caches[0]}, too")
     others = {n: x for n, x in arguments.items() if n not in NAMES}
-    return others | {name: arguments[n] for n in caches}
+    return others | {name: arguments[caches[0]]} if caches else others
 
 
 def _not_compiled(function: Callable) -> Callable:
