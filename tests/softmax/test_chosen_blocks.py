@@ -45,6 +45,7 @@ class Case(NamedTuple):
     twice: bool = False
     window: tuple[int, int] = (-1, -1)
     causal: bool = True
+    scale: float | None = None
 
 
 CASES = {
@@ -55,7 +56,7 @@ CASES = {
     "blocks of several tiles": Case(T=90, block=80, S=2),
     "one head a key head": Case(H=2, block=32),
     "more heads than a program has": Case(H=12, Hk=1, heads=1),
-    "chosen twice": Case(twice=True),
+    "chosen twice, the smallest scores": Case(twice=True, scale=-0.4),
 }
 
 
@@ -86,7 +87,7 @@ def results(function, case: Case, dtype: torch.dtype, **how) -> list[Tensor]:
     """o, lse and gradients."""
     x, do, dlse, chosen = draw(case)
     leaves = [t.to(dtype).requires_grad_() for t in x]
-    out = function(*leaves, chosen, block=case.block, window=case.window, causal=case.causal, **how)
+    out = function(*leaves, chosen, block=case.block, window=case.window, causal=case.causal, scale=case.scale, **how)
     lse = torch.where(torch.isneginf(out.lse), 0.0, out.lse)
     return [out.o.detach(), lse.detach(), *torch.autograd.grad((out.o * do).sum() + (lse * dlse).sum(), leaves)]
 
@@ -110,6 +111,11 @@ def test_lists_in_parts_are_the_same(monkeypatch):
     got = results(ring_la.sparse_attention, case, torch.float32, backend="triton_blocks")
     errors = [error(a, b) for a, b in zip(got, want)]
     assert max(errors) < 2e-5, errors
+
+
+def test_nothing_chosen_is_nothing():
+    for got in results(ring_la.sparse_attention, Case(S=0), torch.float32, backend="triton_blocks"):
+        assert not got.any()
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])

@@ -55,6 +55,16 @@ def scored(q, k, off, top, total, factor, PRECISION: tl.constexpr):
     return p, keep, new, total * keep + tl.sum(p, 1)
 
 
+@triton.jit
+def scored_by(q, k, read, top, total, factor, PRECISION: tl.constexpr):
+    """The same of a tile that a row reads whole or not at all: only the largest score is scaled by itself.
+    scale is not negative."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    new = tl.where(read, tl.maximum(top, tl.max(s, 1) * factor), top)
+    p, keep = tl.exp2(s * factor - tl.where(read, new, float("inf"))[:, None]), tl.exp2(top - new)
+    return p, keep, new, total * keep + tl.sum(p, 1)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
     Q, K, V, O, L, AT, READERS, COUNTS, PLACES, QP, QD, KP, KD,
@@ -62,9 +72,10 @@ def forward(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
     KW: tl.constexpr, VW: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, BG: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The queries from `first` on, those of the last group first: what is causal has most to do there."""
+    """The queries from `first` on, those of the last group first: what is causal has most to do there.
+    NEGATIVE: scale is."""
     group, heads = groups - 1 - tl.program_id(0), tl.cdiv(G, BG)
     part, bg = tl.program_id(1) % heads, tl.program_id(1) // heads
     b, g = (bg // (H // G)).to(tl.int64), bg % (H // G)
@@ -91,10 +102,12 @@ def forward(
         if BLOCK % BN == 0:
             some = n >= 0
         k = tl.load(K + row * k_t + (n[:, None] * k_t + ck[None, :]), mask=within(some, ck, KW, BK), other=0.0)
-        off = tl.where(read_by(readers, m), 0.0, -float("inf"))[:, None]
-        if BLOCK % BN:
-            off = tl.where(some[None, :], off, -float("inf"))
-        p, keep, top, total = scored(q, k, off, top, total, factor, PRECISION)
+        read = read_by(readers, m)
+        if BLOCK % BN or NEGATIVE:
+            off = tl.where(some[None, :] & read[:, None], 0.0, -float("inf"))
+            p, keep, top, total = scored(q, k, off, top, total, factor, PRECISION)
+        else:
+            p, keep, top, total = scored_by(q, k, read, top, total, factor, PRECISION)
         v = tl.load(V + row * v_t + (n[:, None] * v_t + cv[None, :]), mask=within(some, cv, VW, BV), other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
         at, readers = next_at, next_readers
@@ -221,11 +234,11 @@ def keys(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, dk_p, dk_b, dk_t, dk_h, dv_p, dv_b, dv_t, dv_h,
     KW: tl.constexpr, VW: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, BG: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT: tl.constexpr, PRECISION: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """DK, DV fp32 ``[pieces, B, Tk, Hk, ·]``, a piece of every list each. What is in the list of a tile begins in that
     tile, and reaches into as many behind it as a block has: their programs go over the list, too. Behind QUERY there
-    is room for 2 · M more."""
+    is room for 2 · M more. MORE: what is in DK and DV counts."""
     tile, piece, bg = tl.program_id(0) // pieces, tl.program_id(0) % pieces, tl.program_id(1)
     b, g = (bg // (H // G)).to(tl.int64), bg % (H // G)
     r, n, ck, cv = tl.arange(0, M * BG), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BV)
@@ -287,5 +300,10 @@ def keys(
                 dk, dv = shares(dk, dv, k, v, q, do, factor, less, delta, PRECISION)
     DK += piece.to(tl.int64) * dk_p + b * dk_b + g * dk_h
     DV += piece.to(tl.int64) * dv_p + b * dv_b + g * dv_h
-    tl.store(DK + row[:, None] * dk_t + ck[None, :], dk * scale, mask=within(row >= 0, ck, KW, BK))
-    tl.store(DV + row[:, None] * dv_t + cv[None, :], dv, mask=within(row >= 0, cv, VW, BV))
+    DK += row[:, None] * dk_t + ck[None, :]
+    DV += row[:, None] * dv_t + cv[None, :]
+    dk, into, values = dk * scale, within(row >= 0, ck, KW, BK), within(row >= 0, cv, VW, BV)
+    if MORE:
+        dk, dv = dk + tl.load(DK, mask=into, other=0.0), dv + tl.load(DV, mask=values, other=0.0)
+    tl.store(DK, dk, mask=into)
+    tl.store(DV, dv, mask=values)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...geometry import Pair, Tokens
 from ...merging import Gradients, Partial
@@ -38,6 +39,11 @@ class ChosenBlocks(NamedTuple):
     chosen: Tensor
     pair: Pair
     block: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, pair: Pair, block: int) -> ChosenBlocks:
+        """The same for any choice: lists have at least one place."""
+        return cls(dense(chosen) if chosen.shape[3] else pad(chosen, (0, 1), value=-1), pair, block)
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -84,11 +90,12 @@ class BlockChosen(TritonChosen):
         from ....kernels.runtime.launch import launch
         from . import block_kernels
 
-        q, k, v, call = dense(q), dense(k), dense(v), ChosenBlocks(dense(self.chosen), pair, scores.block)
+        q, k, v, call = dense(q), dense(k), dense(v), ChosenBlocks.of(self.chosen, pair, scores.block)
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for grid, arguments, constants in _groups(FORWARD, call, scores, q, k, v):
             strides = (s for x in (q, k, v, o) for s in x.stride()[:3])
+            constants["NEGATIVE"] = scores.scale < 0
             launch(block_kernels.forward, grid, q, k, v, o, lse, *arguments, *strides, **constants, tensors="any")
         out.add(o, lse)
 
@@ -97,7 +104,7 @@ class BlockChosen(TritonChosen):
         from . import block_kernels
 
         assert x.delta is not None  # kernels for chosen keys take it
-        call = ChosenBlocks(dense(self.chosen), pair, scores.block)
+        call = ChosenBlocks.of(self.chosen, pair, scores.block)
         q, k, v, do = dense(x.q), dense(k), dense(v), dense(x.do)
         lse = x.lse.transpose(1, 2).contiguous()  # [B, Tq, H]: a query's heads side by side
         lse = torch.where(torch.isneginf(lse), torch.inf, lse)
@@ -108,10 +115,9 @@ class BlockChosen(TritonChosen):
             strides = (s for y in (q, k, v, do, dq) for s in y.stride()[:3])
             launch(block_kernels.queries, grid, *of_queries, *arguments, *strides, **constants, tensors="any")
         out.dq.add(dq)
-        for first, n in call.parts():
-            for dk, dv in zip(*_of_keys(call, scores, (q, k, v, do), sums, first, n)):
-                out.dk.add(dk)
-                out.dv.add(dv)
+        for dk, dv in zip(*_of_keys(call, scores, (q, k, v, do), sums)):
+            out.dk.add(dk)
+            out.dv.add(dv)
 
 
 def _groups(
@@ -143,40 +149,53 @@ def _groups(
 
 
 def _of_keys(
-    call: ChosenBlocks, scores: Scores, tensors: tuple[Tensor, ...], sums: tuple[Tensor, Tensor], first: int, n: int
+    call: ChosenBlocks, scores: Scores, tensors: tuple[Tensor, ...], sums: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv, in pieces, of n queries from `first` on."""
+    """dk and dv, in pieces."""
     from ....kernels.runtime.launch import launch
-    from . import block_kernels, block_lists
+    from . import block_kernels
 
-    chosen, tables, reach = call.chosen, call.tables, call.reach
-    (q, k, v, _), (B, _, heads, S), ends = tensors, chosen.shape, len(tables[0])
+    (q, k, v, _), (places, _, *columns) = tensors, call.tables
+    (B, _, heads, _), Hk, ends = call.chosen.shape, k.shape[2], len(places)
     sizes = _sizes(KEYS, call, q, k, v)
     sizes["BN"] = min(sizes["BN"], 1 << (call.block.bit_length() - 1))
-    Hk, tiles, each = k.shape[2], -(-ends // sizes["BN"]), n * heads * S
-    last, device = B * heads * tiles * 3, q.device
+    tiles = -(-ends // sizes["BN"])
+    pieces = min(PIECES, -(-PROGRAMS // max(1, tiles * B * Hk)))
+    dk, dv = (torch.empty(pieces, *x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    for first, n in call.parts():
+        lists = _readers(call, first, n, sizes["BN"], room=2 * sizes["M"])  # programs look that far ahead
+        launch(
+            block_kernels.keys, (tiles * pieces, B * Hk), *tensors, *sums, dk, dv, *lists, places, *columns,
+            scores.scale, *call.reach, q.shape[1], ends, tiles, heads, pieces,
+            *(s for x in tensors for s in x.stride()[:3]), *dk.stride()[:4], *dv.stride()[:4], **sizes,
+            MORE=first > 0, tensors="any",
+        )  # fmt: skip
+    return dk, dv
+
+
+def _readers(call: ChosenBlocks, first: int, n: int, BN: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of n queries from `first` on who reads what, sorted by tiles of BN places: queries, where the blocks that they
+    read begin, both with some room behind, and the first of each tile and kind in these."""
+    from ....kernels.runtime.launch import launch
+    from . import block_lists
+
+    chosen, tables = call.chosen, call.tables
+    (B, _, heads, S), ends, device = chosen.shape, len(tables[0]), chosen.device
+    tiles, each = -(-ends // BN), n * heads * S
+    last = B * heads * tiles * 3
     numbers = torch.empty(B * each, dtype=torch.int32, device=device)
     launch(
-        block_lists.numbered, (-(-each // 512), B), numbers, chosen, *tables, *reach, first, n, S, ends, tiles, heads,
-        last, *chosen.stride()[:3], BP=512, BN=sizes["BN"], **call.constants, num_warps=4, tensors="any",
+        block_lists.numbered, (-(-each // 512), B), numbers, chosen, *tables, *call.reach, first, n, S, ends, tiles,
+        heads, last, *chosen.stride()[:3], BP=512, BN=BN, **call.constants, num_warps=4, tensors="any",
     )  # fmt: skip
     numbers, order = numbers.sort(stable=True)
     starts = torch.searchsorted(numbers, torch.arange(last + 1, dtype=torch.int32, device=device), out_int32=True)
-    room = len(numbers) + 2 * sizes["M"]  # programs look that far ahead
-    query, begin = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    query, begin = (torch.empty(len(numbers) + room, dtype=torch.int32, device=device) for _ in range(2))
     launch(
         block_lists.spelled, (-(-len(order) // 512),), query, begin, order, chosen, first, n, S, len(order), heads,
         *chosen.stride()[:3], BP=512, num_warps=4, tensors="any",
     )  # fmt: skip
-    pieces = min(PIECES, -(-PROGRAMS // max(1, tiles * B * Hk)))
-    dk, dv = (torch.empty(pieces, *x.shape, dtype=torch.float32, device=device) for x in (k, v))
-    places, _, *columns = tables
-    launch(
-        block_kernels.keys, (tiles * pieces, B * Hk), *tensors, *sums, dk, dv, query, begin, starts, places, *columns,
-        scores.scale, *reach, q.shape[1], ends, tiles, heads, pieces,
-        *(s for x in tensors for s in x.stride()[:3]), *dk.stride()[:4], *dv.stride()[:4], **sizes, tensors="any",
-    )  # fmt: skip
-    return dk, dv
+    return query, begin, starts
 
 
 def _sizes(tile: TileSettings, call: ChosenBlocks, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
@@ -186,9 +205,10 @@ def _sizes(tile: TileSettings, call: ChosenBlocks, q: Tensor, k: Tensor, v: Tens
     rows, keys = (tile.rows // 4, tile.keys // 2) if exact else (tile.rows, tile.keys)
     G = H // Hk
     heads = min(rows, 1 << (G - 1).bit_length())
+    M = min(64, rows // heads)  # a bit each
     return dict(
-        KW=K, VW=V, H=H, G=G, M=min(64, rows // heads), BG=heads, BN=min(keys, padded(call.block)), BK=padded(K),
-        BV=padded(V), **call.constants, PRECISION="ieee" if exact else "tf32", num_warps=tile.warps,
+        KW=K, VW=V, H=H, G=G, M=M, BG=heads, BN=min(keys, padded(call.block)), BK=padded(K), BV=padded(V),
+        **call.constants, PRECISION="ieee" if exact else "tf32", num_warps=min(tile.warps, max(4, M * heads // 16)),
         num_stages=1 if exact else tile.stages,
     )  # fmt: skip
 
