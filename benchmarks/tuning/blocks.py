@@ -56,10 +56,10 @@ def kernels(case: Case) -> Row:
     return dict(kernels=dict(sorted(found.items(), key=lambda pair: -pair[1])[:16]))
 
 
-def tiles(case: Case) -> Iterator[Row]:
+def tiles(case: Case, names: list[str]) -> Iterator[Row]:
     want: list[Tensor] = []
-    for name, some in TILES.items():
-        for tile in some:
+    for name in names:
+        for tile in TILES[name]:
             row: Row = dict(kernel=name, tile=tuple(tile))
             try:
                 with patch.object(chosen_blocks, name, tile):
@@ -75,13 +75,14 @@ def tiles(case: Case) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--kernels", nargs="+", default=list(TILES), choices=TILES)
     parser.add_argument("--limit", type=float, default=60, help="seconds after which no tile is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
     began, found = time.monotonic(), []
     case = blocks(args.tokens, 64, 4, 128, 32, 64, ["triton_blocks"])
-    for row in chain(map(kernels, [case]), tiles(case)):
+    for row in chain(map(kernels, [case]), tiles(case, args.kernels)):
         found.append(row)
         print(json.dumps(row), flush=True)
         if args.out:
