@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHANGING = ("left", "right", "first", "n", "Tq", "S", "ends", "groups", "tiles", "count", "pieces")
+CHANGING = ("left", "right", "first", "n", "Tq", "S", "ends", "groups", "tiles", "count", "pieces", "last")
 """Arguments that change from call to call: no kernel is compiled anew for them."""
 NOBODY = tl.constexpr(1 << 62)
 """Behind all entries of a list."""
