@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], help="of queries on latents")
     parser.add_argument("--cases", nargs="+", default=["blocks", "latents", "expanded", "moba", "index"])
-    parser.add_argument("--forms", nargs="+", default=["triton", "triton_sorted", "torch"])
+    parser.add_argument("--forms", nargs="+", default=["triton", "triton_sorted", "triton_blocks", "torch"])
     parser.add_argument("--limit", type=float, default=75, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

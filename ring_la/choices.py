@@ -39,7 +39,7 @@ SoftmaxBackend = Literal[
     "reference",
 ]
 """What computes softmax attention (`softmax.backends`)."""
-ChosenBackendName = Literal["triton", "triton_sorted", "torch", "reference"]
+ChosenBackendName = Literal["triton", "triton_sorted", "triton_blocks", "torch", "reference"]
 """The same where queries choose their keys (`softmax.sparse_attention`)."""
 Activation = Literal["silu"]
 """What follows a short convolution (`conv`)."""

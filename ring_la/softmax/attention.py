@@ -195,9 +195,10 @@ def sparse_attention(
             chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for
             the counts, forward and backward. None or "auto": rank by rank where GPUs of a host copy from memory to
             memory; else "chosen" where a rank's queries together cannot choose half of all keys; else "all_gather".
-        backend: None, "triton", "triton_sorted", "torch" or "reference"; None is PyTorch on a CPU and in fp64, on a GPU
-            "triton_sorted" with latents and "triton" otherwise, whose gradients of k and v are summed in an order that
-            varies (not so under torch.use_deterministic_algorithms).
+        backend: None, "triton", "triton_sorted", "triton_blocks", "torch" or "reference"; None is PyTorch on a CPU and
+            in fp64, on a GPU "triton_sorted" with latents and "triton" otherwise, whose gradients of k and v are summed
+            in an order that varies (not so under torch.use_deterministic_algorithms). "triton_blocks" takes blocks of
+            at least 16 keys, K and V up to 128, and forms every sum in the same order.
         causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
 
     Returns:

@@ -166,7 +166,7 @@ class AttentionCall(NamedTuple):
         windowed = self.scores.reach.windowed
         strides = place.strides | ({1} if windowed and joint is not None else set())
         facts: dict[str, Any] = dict(host_runs=place.known, strided_pairs=len(strides) > 1, packed=place.packed)
-        facts |= dict(repeatable=place.repeatable, rows=place.length)
+        facts |= dict(repeatable=place.repeatable, rows=place.length, block=self.scores.block)
         device, dtype, H, Hk, K, V = x.kind
         if form == "absorbed":
             Hk, K, V = 1, x.k.shape[3] + x.v.shape[3], x.k.shape[3]

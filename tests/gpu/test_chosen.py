@@ -5,6 +5,8 @@ pytest -m gpu tests/gpu/test_chosen.py -n 6
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,6 +66,45 @@ def test_chosen_keys(H, D, block, dtype, backend):
     chosen = starts[noise.topk(96 if block == 1 else 5).indices].int()
     how = dict(chosen=chosen, block=block)
     compare(function, x, do, dtype, dict(how, backend="torch"), dict(how, backend=backend))
+
+
+BLOCKS = [  # query heads, key heads, width, keys of a block, dtypes beside bf16
+    (32, 2, 128, 64, [torch.float16, torch.float32]),
+    (32, 2, 64, 64, [torch.float16, torch.float32]),
+    (16, 2, 128, 32, [torch.float16]),
+    (8, 2, 64, 16, [torch.float16]),
+    (8, 4, 128, 128, [torch.float16]),
+    (4, 4, 128, 64, []),
+    (4, 4, 64, 128, []),
+    (6, 1, 128, 64, []),
+    (64, 1, 128, 64, []),
+    (16, 1, 128, 16, []),
+    (8, 1, 96, 48, []),
+]
+
+
+@pytest.mark.parametrize(
+    ("H", "Hk", "D", "block", "dtype"),
+    [(*shape, dtype) for *shape, more in BLOCKS for dtype in (torch.bfloat16, *more)],
+)
+def test_chosen_blocks(H, Hk, D, block, dtype):
+    """Packed and as one document. Gradients are the same bits in a second run, and nearly so of queries in parts."""
+    from ring_la.softmax.backends.triton import chosen_blocks
+
+    rng = torch.Generator("cuda").manual_seed(6)
+    x, do = [normal(rng, 1, T, h, D) for h in (H, Hk, Hk)], normal(rng, 1, T, H, D)
+    starts = torch.arange(0, T, block, device="cuda")
+    noise = torch.rand(1, T, Hk, len(starts), generator=rng, device="cuda")
+    how = dict(chosen=starts[noise.topk(5).indices].int(), block=block)
+    named = dict(how, backend="triton_blocks")
+    for where in ({}, dict(cu_seqlens=None)):
+        compare(ring_la.sparse_attention, x, do, dtype, how | where | dict(backend="torch"), named | where)
+    x = [t.to(dtype) for t in x]
+    once, again = (run(ring_la.sparse_attention, x, do, **named) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again))
+    with patch.object(chosen_blocks, "SLOTS", 1):
+        parts = run(ring_la.sparse_attention, x, do, **named)
+    assert all(error(a, b) < LIMITS[dtype] for a, b in zip(parts, once))
 
 
 @pytest.mark.parametrize(("form", "backend"), [("expanded", None), ("absorbed", None), ("expanded", "cudnn")])

@@ -14,7 +14,7 @@ from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, 
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
-from .triton import SortedChosen, TritonBackend, TritonChosen
+from .triton import BlockChosen, SortedChosen, TritonBackend, TritonChosen
 
 _KERNELS = (
     FlashAttnCuTe(),
@@ -35,7 +35,8 @@ BACKENDS: dict[str, AttentionBackend] = {b.name: b for b in _KERNELS}
 """Every kernel by name, the fastest first: a call that names none takes the first that supports it."""
 
 
-CHOSEN: dict[str, ChosenBackend] = {b.name: b for b in (TritonChosen(), SortedChosen(), TorchChosen())}
+_CHOSEN_KERNELS = TritonChosen(), SortedChosen(), BlockChosen(), TorchChosen()
+CHOSEN: dict[str, ChosenBackend] = {b.name: b for b in _CHOSEN_KERNELS}
 """Kernels for queries that choose their keys."""
 
 

@@ -35,6 +35,7 @@ class Ask:
         packed: whether there are several documents, of ever new lengths.
         repeatable: whether gradients must be the same bits in every run.
         rows: number of queries of the sequence; None: unknown.
+        block: where queries choose their keys, how many each choice stands for.
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class Ask:
     packed: bool = False
     repeatable: bool = False
     rows: int | None = None
+    block: int = 1
 
 
 class QueryRows(NamedTuple):

@@ -2,7 +2,8 @@
 
 from .backend import TritonBackend
 from .chosen import TritonChosen
+from .chosen_blocks import BlockChosen
 from .chosen_sorted import SortedChosen
 from .in_blocks import CanonicalTriton
 
-__all__ = ["CanonicalTriton", "SortedChosen", "TritonBackend", "TritonChosen"]
+__all__ = ["BlockChosen", "CanonicalTriton", "SortedChosen", "TritonBackend", "TritonChosen"]
