@@ -9,7 +9,7 @@ after which no row is begun.
 
     python -m benchmarks.chosen --tokens 8192 --cases latents blocks index --forms torch triton triton_sorted --limit 50
 
-is what `ring_la.softmax.backends.chosen.TAKEN` is set by.
+is what `ring_la.softmax.backends.triton.chosen.fastest` is set by.
 """
 
 from __future__ import annotations

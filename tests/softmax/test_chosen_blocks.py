@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -21,7 +22,9 @@ import ring_la  # noqa: E402
 from ring_la import reference  # noqa: E402
 from ring_la.layout import Layout  # noqa: E402
 from ring_la.softmax.backends import CHOSEN, QueryRows  # noqa: E402
+from ring_la.softmax.backends.backend import Ask  # noqa: E402
 from ring_la.softmax.backends.triton import chosen_blocks, launch  # noqa: E402
+from ring_la.softmax.backends.triton.chosen import fastest  # noqa: E402
 from ring_la.softmax.backends.triton.table import TileSettings  # noqa: E402
 from ring_la.softmax.geometry import Pair, Tokens  # noqa: E402
 from ring_la.softmax.merging import Gradients, Partial  # noqa: E402
@@ -158,3 +161,14 @@ def test_what_it_cannot_do_is_refused(change, what):
     x, _, _, chosen = draw(case)
     with pytest.raises(ring_la.UnsupportedError, match=what):
         ring_la.sparse_attention(*(t.float() for t in x), chosen, block=case.block, backend="triton_blocks")
+
+
+def test_what_a_call_takes_that_names_none():
+    ask = Ask(torch.device("cuda"), torch.bfloat16, heads=64, groups=4, width=128, value_width=128, block=64)
+    others = dict(block=32), dict(groups=16), dict(width=192), dict(dtype=torch.float32)
+    assert fastest(ask) == "triton_blocks"
+    assert {fastest(replace(ask, **other)) for other in others} == {"triton"}
+    assert fastest(replace(ask, groups=1, width=576, value_width=512)) == "triton_sorted"
+    suiting = lambda asked: [b.name for b in CHOSEN.values() if b.suits(asked)]  # noqa: E731
+    assert suiting(ask) == ["triton_blocks", "torch"]
+    assert suiting(replace(ask, repeatable=True)) == ["torch"]

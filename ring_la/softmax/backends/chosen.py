@@ -25,12 +25,6 @@ ON_GPUS = 1 << 27
 """The same on a GPU, which many small strips would leave idle."""
 
 
-TAKEN: dict[bool, str] = {True: "triton_sorted", False: "triton"}
-"""The kernel that a call on a GPU takes which names none and where it can: on latents, whose values are the first
-columns of keys (True), and on keys and values apart. `python -m benchmarks.chosen`, one H200, 8,192 tokens, forward and
-backward in ms: torch 670, triton 56, triton_sorted 39 with latents; 793, 34 and 37 with blocks of 64."""
-
-
 class ChosenBackend(AttentionBackend):
     """A kernel that takes a choice.
 

@@ -14,10 +14,9 @@ from ...merging import Gradients, Partial
 from ...merging.parts import dense
 from ...scores import Scores
 from ..backend import Ask, QueryRows
-from .chosen import TritonChosen, padded
+from .chosen import WIDEST_OF_BLOCKS, TritonChosen, padded
 from .table import TileSettings
 
-WIDEST = 128
 SMALLEST = 16
 """Keys of a block."""
 SLOTS = 1 << 24
@@ -27,10 +26,10 @@ UNITED = 2048
 PROGRAMS, PIECES = 2048, 4
 """How many programs that sum gradients of keys are enough, and the most pieces that a list is cut into for it."""
 
-FORWARD = TileSettings(128, 64, 8, 3)
+FORWARD = TileSettings(64, 64, 4, 3)
 QUERIES = TileSettings(64, 64, 4, 2)
-KEYS = TileSettings(64, 64, 4, 2)
-"""Of the kernels; rows are queries × their heads. Not timed yet (`python -m benchmarks.tuning.blocks`)."""
+KEYS = TileSettings(32, 64, 4, 3)
+"""Of the kernels, the fastest on an H200 (`python -m benchmarks.tuning.blocks`); rows are queries × their heads."""
 
 
 class ChosenBlocks(NamedTuple):
@@ -78,13 +77,9 @@ class BlockChosen(TritonChosen):
     def unsupported(self, ask: Ask) -> str:
         if ask.block < SMALLEST:
             return f"it needs blocks of at least {SMALLEST} keys, not {ask.block}"
-        if max(ask.width, ask.value_width) > WIDEST:
-            return f"it needs K and V up to {WIDEST}, not {ask.width} and {ask.value_width}"
+        if max(ask.width, ask.value_width) > WIDEST_OF_BLOCKS:
+            return f"it needs K and V up to {WIDEST_OF_BLOCKS}, not {ask.width} and {ask.value_width}"
         return super().unsupported(ask)
-
-    def suits(self, ask: Ask) -> bool:
-        """Not before a GPU has timed it."""
-        return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from ....kernels.runtime.launch import launch
