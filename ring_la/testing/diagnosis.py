@@ -103,6 +103,7 @@ def _explain(
     left = [w for w in wrong if not any(w in e.covers for e in plain)]
     yield from plain
     tried = list(_tried(c, mistakes(case, drawn), left, known)) if left else []
+    tried = [t for t in tried if t[2] <= len(t[1])]  # one that makes more of what is right wrong was not made
     for _ in range(MOST):
         scored = [(sum(w in covers for w in left), -spoilt, -i) for i, (_, covers, spoilt) in enumerate(tried)]
         if not left or not scored or max(scored)[0] == 0:

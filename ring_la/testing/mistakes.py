@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,29 @@ def mistakes(case: Case, numbers: Numbers) -> Iterator[Mistake]:
     for group in (_of_states, _of_ranks, _of_documents, _of_edges, _of_inputs, _of_gradients):
         for words, edits in group(case):
             yield Mistake(words, lambda edits=edits: run_chain(case, numbers, edits))  # type: ignore[misc]
+    for words, order in _orders(case):
+        yield Mistake(words, lambda order=order: _reordered(case, numbers, order))  # type: ignore[misc]
+
+
+def _orders(case: Case) -> Iterator[tuple[str, Tensor]]:
+    """Wrong orders of the tokens."""
+    by_rank = torch.cat(case.split.tokens)
+    cu = torch.tensor(case.cu_seqlens or (0, case.shapes.T))
+    chained = by_rank[torch.searchsorted(cu[1:], by_rank, right=True).argsort(stable=True)]
+    if not torch.equal(chained, chained.sort().values):
+        yield "segments are chained in the order of the ranks, not of the sequence", chained
+    if not torch.equal(by_rank, chained):
+        yield "each rank's tokens are taken for a run of the sequence, which they are not", by_rank
+
+
+def _reordered(case: Case, numbers: Numbers, order: Tensor) -> Whole:
+    """What comes of a sequence whose tokens stand in another order, each on its rank, given by the tokens' places."""
+    shared, place = find(case.operation).shared, order.argsort()
+    own = tuple(place[t] for t in case.split.tokens)
+    inputs = {n: x if n in shared else x[:, order] for n, x in numbers.inputs.items()}
+    turned = numbers._replace(inputs=inputs, do=numbers.do[:, order])
+    found = run_chain(replace(case, kind=lambda *of: own), turned)
+    return found._replace(tokens={n: x[:, place] for n, x in found.tokens.items()})
 
 
 Named = Iterator[tuple[str, Edits]]
@@ -56,11 +80,6 @@ def _where(when: Callable[[ChainPass, int], bool], gives: Callable[[ChainPass, i
     return lambda run, i, right: gives(run, i, right) if when(run, i) else right
 
 
-def _left_by(run: ChainPass, i: int, piece: int) -> Tensor | None:
-    """The state that a piece has left so far, where it fits piece i; None: no such piece yet."""
-    return run.left[piece] if 0 <= piece < min(i, len(run.left)) else None
-
-
 def _of_states(case: Case) -> Named:
     """How states are handed on, on every rank alike."""
     yield "no state crosses from rank to rank", Edits(entering=_where(_crosses, _zero))
@@ -73,8 +92,6 @@ def _of_states(case: Case) -> Named:
     )
     twice = lambda run, i, right: 2 * right  # noqa: E731
     yield "the state that enters a rank is added twice", Edits(entering=_where(_crosses, twice), inside=True)
-    if case.size > 1:
-        yield "segments are chained in the order of the ranks, not of the sequence", Edits(entering=_rank_order)
     if case.states:
         begins = lambda run, i: run.before(i) is None  # noqa: E731
         again = lambda run, i, right: right + run.start(i)  # noqa: E731
@@ -87,16 +104,6 @@ def _of_states(case: Case) -> Named:
         first = lambda run, i, right: run.initial[run.owner(i)][:1].expand_as(right)  # noqa: E731
         yield "every document starts from the first one's initial state", Edits(entering=_where(begins, first))
         yield from _of_final_states(case)
-
-
-def _rank_order(run: ChainPass, i: int, right: Tensor) -> Tensor:
-    """The state as if rank 0's tokens came first, then rank 1's, …: of the one before it there, if it comes earlier."""
-    if run.before(i) is None:
-        return right
-    order = sorted(range(len(run.split.pieces)), key=lambda j: (run.owner(j), run.split.pieces[j].start))
-    place = order.index(i)
-    left = _left_by(run, i, order[place - 1]) if place else None
-    return torch.zeros_like(right) if left is None else left
 
 
 def _of_final_states(case: Case) -> Named:

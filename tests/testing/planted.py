@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,6 +57,15 @@ def read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor,
     return scale * o, after + g.sum(1).exp()[..., None, None] * S
 
 
+def in_order(tokens: Sequence[Tensor]) -> Sequence[Tensor]:
+    """As many tokens for each rank, one run of the sequence after the other."""
+    return torch.arange(sum(map(len, tokens))).split([len(t) for t in tokens])
+
+
+def begins_a_segment(split: Split, piece: int) -> bool:
+    return split.pieces[piece].start == split.segments[split.pieces[piece].segment].start
+
+
 def recurrence(call: Call, mistake: str = "") -> tuple[Tensor, Tensor | None]:
     """simple_gla: each segment's own state and decay gathered, folded locally."""
     x, P = call.tensors, call.size
@@ -65,6 +76,10 @@ def recurrence(call: Call, mistake: str = "") -> tuple[Tensor, Tensor | None]:
     q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
     if mistake == "clamped":
         g = g.clamp(min=-10.0)
+    if mistake == "gradient of rank 0's gate alone" and call.rank:
+        g = g.detach() + 0 * g
+    if mistake == "scrambled":
+        split = Split.of(lambda *of: in_order(split.tokens), call.seq_len, P, call.cu_seqlens)
     own = [i for i, s in enumerate(split.segments) if s.owner == call.rank]
     runs, at = {}, 0
     for i in own:
@@ -129,7 +144,7 @@ def _entering(call: Call, split: Split, maps: list, piece, initial: Tensor | Non
         start -= 1
     if mistake == "leak":
         start = 0
-    if mistake == "leak at borders" and piece.first and index and piece.start == split.segments[piece.segment].start:
+    while mistake == "leak at borders" and start and begins_a_segment(split, start):
         start -= 1
         while not split.pieces[start].first:
             start -= 1
