@@ -7,6 +7,7 @@ back, `load` finds both in a folder.
 """
 
 from .batch import Batch
+from .by_block import HybridByBlock
 from .completion import Completion, Ended, Event, Failed, NewToken, Request
 from .engine import Engine, Overdue
 from .lookout import Lookout
@@ -26,6 +27,7 @@ __all__ = [
     "Event",
     "Failed",
     "Hybrid",
+    "HybridByBlock",
     "Keep",
     "Completion",
     "NoText",

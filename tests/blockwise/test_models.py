@@ -114,6 +114,7 @@ def test_packing_changes_no_bit(ranks):
     for P, kind, order, rows in (
         (3, "zigzag", (1, 2, 0), False),
         (2, "contiguous", (2, 1, 0), True),
+        (2, "balanced", (2, 0, 1), False),
     ):
         for some in ranks.run(P, packed, P, kind, order, rows):
             assert not differing(one, some), (P, kind, order, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from ring_la import ArgumentError, Buckets, ContextParallel, UnsupportedError
 from ring_la.inference import Sampler, generate, key_store
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, seats
-from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, NewToken, NoText, Request, static
+from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, HybridByBlock, NewToken, NoText, Request, static
 from ring_la.serving.static import StaticBatch
 from ring_la.surroundings import Surroundings
 from tests.serving.engines import LONG, SOME, Asked, engine, prompt, serve, truth
@@ -109,16 +110,24 @@ def test_a_step_reads_nothing_from_around_it_that_another_changes(monkeypatch):
     assert [job.tokens for job in jobs] == [truth(prompt(length), n) for length, n in asked]
 
 
+def bits_model(dtype: torch.dtype) -> HybridLM:
+    options = {"mamba2": {"state_dim": 16}, "attention": {"num_kv_heads": 1}}
+    torch.manual_seed(0)
+    return HybridLM(HybridConfig(50, 48, BITS, 3, mlp_dim=33, options=options)).to(dtype)
+
+
+def logprobs(job: Asked) -> list[float]:
+    return [e.said.logprob for e in job.events if isinstance(e, NewToken)]
+
+
 def check_bits(rank: int, size: int) -> list[tuple[list[int], list[float]]]:
     """Tokens, and how likely the model finds them, under a deterministic split."""
     cp, found = ContextParallel(group(size), validate="never", deterministic=True), []
-    options = {"mamba2": {"state_dim": 16}, "attention": {"num_kv_heads": 1}}
     for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        model = HybridLM(HybridConfig(50, 48, BITS, 3, mlp_dim=33, options=options)).to(dtype)
+        model = bits_model(dtype)
         jobs = [Asked(prompt(n), 6, logprobs=1) for n in (5, 200)]
         serve(Engine(Hybrid(model), NoText(), cp, batch=2, patience=LONG), jobs)
-        found += [(job.tokens, [e.said.logprob for e in job.events if isinstance(e, NewToken)]) for job in jobs]
+        found += [(job.tokens, logprobs(job)) for job in jobs]
     return found
 
 
@@ -127,6 +136,42 @@ def test_a_deterministic_server_has_the_same_bits_on_any_number_of_ranks(ranks):
     assert one[0][0] != one[1][0]
     for size in (2, 3, 4):
         assert ranks.run(size, check_bits, size)[0] == one, size
+
+
+def check_samples(rank: int, size: int) -> list[tuple[list[int], list[float]]]:
+    """Log-probabilities of sampled tokens as an engine tells them, read by blocks."""
+    cp, told = ContextParallel(group(size), deterministic=True), []
+    with pytest.raises(ArgumentError, match=r"^cp: expected one with deterministic=True"):
+        HybridByBlock(bits_model(torch.float32), ContextParallel(group(size), scan="ring"))
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = Engine(HybridByBlock(bits_model(dtype), cp), NoText(), cp, patience=LONG)
+        jobs = [Asked(prompt(n), 6, logprobs=0, temperature=1.0, seed=n) for n in (5, 63, 200)]
+        serve(engine, jobs)
+        told += [(job.tokens, logprobs(job)) for job in jobs]
+    return told
+
+
+def check_training(rank: int, size: int, sampled: list[list[int]]) -> list[list[float]]:
+    """The same of a forward pass over all texts, packed."""
+    cp, told = ContextParallel(group(size), deterministic=True), []
+    for dtype, texts in ((torch.float32, sampled[:3]), (torch.bfloat16, sampled[3:])):
+        whole = [prompt(n) + text for n, text in zip((5, 63, 200), texts)]
+        ids, ends = torch.tensor([[*itertools.chain(*whole)]]), [*itertools.accumulate(map(len, whole))]
+        layout = cp.layout(ends[-1], "zigzag", cu_seqlens=(0, *ends))
+        with torch.no_grad():
+            logits = layout.gather(bits_model(dtype)(layout.shard(ids), layout=layout).logits)[0]
+        found = logits.float().log_softmax(-1)
+        for text, end in zip(texts, ends):
+            told.append([float(found[end - len(text) - 1 + i, token]) for i, token in enumerate(text)])
+    return told
+
+
+def test_what_a_sampler_tells_is_what_a_trainer_finds(ranks):
+    sampled = ranks.run(1, check_samples, 1)[0]
+    assert ranks.run(3, check_samples, 3)[0] == sampled
+    for size in (1, 2):
+        for told in ranks.run(size, check_training, size, [tokens_ for tokens_, _ in sampled]):
+            assert told == [of for _, of in sampled], size
 
 
 def check_sampling(rank: int) -> list[list[int]]:
