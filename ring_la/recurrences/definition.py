@@ -33,6 +33,7 @@ class Recurrence(NamedTuple):
             direction only.
         decays: the heads' log-decays where every token's are the same: what gives them, or the caller's tensor.
         wide_queries: q may be fp32 beside narrower k and v; its gradient is then not rounded.
+        unit: q and k are of unit length already where that was asked for.
     """
 
     rule: Rule
@@ -43,10 +44,15 @@ class Recurrence(NamedTuple):
     decays: Callable[[], tuple[float, ...]] | Tensor | None = None
     normalizer: tuple[Tensor, Tensor] | None = None
     wide_queries: bool = False
+    unit: bool = False
 
     def read(self, o: Tensor) -> Tensor:
         """o, of ``scale · Sᵀ q``."""
         return o if self.readout is None else self.readout(o)
+
+    def made_unit(self, options: CommonOptions) -> bool:
+        """Whether its q and k are still to be brought to unit length."""
+        return options.use_qk_l2norm and not self.unit
 
     def name(self, field: str) -> str:
         """What the caller calls an input."""

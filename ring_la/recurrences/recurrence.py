@@ -26,6 +26,7 @@ from ..context import ShardedLayout
 from ..context.handle import enter
 from ..errors import ArgumentError, RingLAError, UnsupportedError
 from ..kernels import state_dtype
+from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
 from . import composed_operator
@@ -42,6 +43,9 @@ ALIKE = frozenset(
 )  # fmt: skip
 """Recurrences whose tokens bring what they are given, or what is made of it by element, q and k perhaps at unit length:
 row by row, on any device."""
+
+ASIDE = ALIKE | {"linear_attention", "mamba2"}
+"""Recurrences whose q and k go nowhere but into the rule: they may be of unit length behind the description."""
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -120,10 +124,12 @@ def _common(definition: Definition) -> list[inspect.Parameter]:
 def public(definition: Definition) -> Public:
     """The function of a definition: its own arguments, then the common keywords."""
     describe, alone = definition.describe, definition.alone or definition.describe
-    own = _own(describe)
+    own, unit_first = _own(describe), None
     common = _common(definition)
     names = frozenset(p.name for p in common)
     composed, names_of_own, number = definition.composed, tuple(own.parameters), str(enter(definition))
+    if not composed and definition.name not in ASIDE:
+        unit_first = _of_unit_length(definition)
     _ = definition.own  # found now: torch.compile cannot trace the first read of a cached property
     run = run_composed if composed else _run
     apart = outside_graphs(run)
@@ -131,7 +137,10 @@ def public(definition: Definition) -> Public:
     @functools.wraps(describe)
     def function(*args: Any, **keywords: Any) -> LinearAttentionOutput:
         options = CommonOptions(**{k: keywords.pop(k) for k in [*keywords] if k in names})
-        call = functools.partial(alone if options.layout is None else describe, *args, **keywords)
+        description = alone if options.layout is None else describe
+        if unit_first is not None and options.use_qk_l2norm:
+            description = unit_first
+        call = functools.partial(description, *args, **keywords)
         compiling = torch.compiler.is_compiling()
         if compiling and composed and composed_operator.fits(definition, options):
             return composed_operator.traced(number, definition, dict(zip(names_of_own, args)) | keywords, options)
@@ -151,6 +160,21 @@ def public(definition: Definition) -> Public:
     function.__doc__ = textwrap.dedent(f"    {describe.__doc__}") + definition.keywords
     function.definition = definition  # type: ignore[attr-defined]
     return function
+
+
+def _of_unit_length(definition: Definition) -> Callable[..., Recurrence]:
+    """The description, given q and k of unit length: it may make more of them than the rule's."""
+    describe, names = definition.describe, definition.own.positional
+    kinds = {n for n, a in definition.arguments.items() if a.kind in ("query", "key")}
+
+    @functools.wraps(describe)
+    def described(*args: Any, **keywords: Any) -> Recurrence:
+        given = dict(zip(names, args)) | keywords
+        floats = {n: x for n, x in given.items() if n in kinds and isinstance(x, Tensor) and x.is_floating_point()}
+        found = describe(**given | {n: l2norm(x) for n, x in floats.items()})
+        return found._replace(unit=True) if isinstance(found, Recurrence) and kinds else found
+
+    return described
 
 
 def _run(
@@ -212,7 +236,8 @@ def _by_block(
         return call.func(**dict(zip((*tokens, *shared), x)), **rest)
 
     def before(*x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t for t in ready(described(*x).inputs, options.use_qk_l2norm) if t is not None)
+        r = described(*x)
+        return tuple(t for t in ready(r.inputs, r.made_unit(options)) if t is not None)
 
     def behind(o: Tensor, *x: Tensor) -> Tensor:
         return described(*x).read(o)
@@ -244,7 +269,7 @@ def _traced(
     if beyond or fixed(layout):
         return _outside_graphs(definition, call, options, flags)
     assert layout is not None
-    inputs = ready(r.inputs, options.use_qk_l2norm)
+    inputs = ready(r.inputs, r.made_unit(options))
     documents = layout.num_documents if layout.packed else inputs.q.shape[0]
     own = unit(r.normalizer, options.use_qk_l2norm) or (None, None)
     others = RecurrenceOthers(

@@ -117,7 +117,7 @@ def _shapes(r: Recurrence, options: CommonOptions) -> list:
 def compute(call: AgreedCall, scale: float, options: CommonOptions) -> LinearAttentionOutput:
     """``scale · Sᵀ q`` and the final states."""
     r, decays, known = call
-    inputs = ready(r.inputs, options.use_qk_l2norm)
+    inputs = ready(r.inputs, r.made_unit(options))
     if r.causal:
         return linear.run(r.rule, inputs, scale, options, decays, known)
     return bidirectional(inputs, scale, options, unit(r.normalizer, options.use_qk_l2norm))

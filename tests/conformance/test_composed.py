@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ring_la
-from ring_la.define import KEY, QUERY, VALUE, Argument, Inputs, Recurrence, Rule, recurrence
+from ring_la.define import KEY, QUERY, RATE, VALUE, Argument, Inputs, Recurrence, Rule, outer, read, recurrence
 from ring_la.outputs import LinearAttentionOutput
 from ring_la.testing.examples import make_arguments
 from ring_la.testing.recurrences import TOLERANCE, Truth, check_recurrence, errors
@@ -111,3 +111,32 @@ def angles_of_another_width(rank: int) -> list[str]:
 def test_angles_that_do_not_fit_are_refused_on_every_rank(ranks):
     for said in ranks.run(2, angles_of_another_width):
         assert all("theta: expected an angle for two of the 6 channels of B, 3 last, got 2" in text for text in said)
+
+
+def longhorn_token(S, q, k, v, beta):
+    S = S + outer((beta / (1 + beta * (k * k).sum(-1)))[..., None] * k, v - read(S, k))
+    return S, read(S, q)
+
+
+@recurrence(paper="of one's own", arguments=dict(q=QUERY, k=KEY, v=VALUE, beta=RATE), token=longhorn_token)
+def longhorn(q, k, v, beta):
+    """How much is written goes by the length of k."""
+    squares = (k * k).sum(-1).repeat_interleave(v.shape[2] // k.shape[2], 2)
+    return Recurrence(Rule("delta", "none"), Inputs(q, k, v, None, beta / (1 + beta * squares)))
+
+
+def longhorn_of_long_keys(rank: int, deterministic: bool) -> float:
+    cp = ring_la.ContextParallel(group(), scan="ring", deterministic=deterministic)
+    layout, rng = cp.layout(70), torch.Generator().manual_seed(0)
+    x = [3 * torch.randn(1, 70, 2, 4, generator=rng, dtype=torch.float64) for _ in range(3)]
+    x.append(torch.rand(1, 70, 2, generator=rng, dtype=torch.float64))
+    want = longhorn(*x, use_qk_l2norm=True, backend="reference").o
+    found = [longhorn(*x, use_qk_l2norm=True).o, torch.compile(longhorn, backend="eager")(*x, use_qk_l2norm=True).o]
+    found.append(layout.gather(longhorn(*map(layout.shard, x), use_qk_l2norm=True, layout=layout).o))
+    return max(float((o - want).abs().max()) for o in found)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_description_that_reads_keys_gets_them_of_unit_length(ranks, deterministic):
+    assert max(ranks.run(2, longhorn_of_long_keys, deterministic)) < 1e-12
+    check_recurrence(longhorn, documents=("small packed",))
