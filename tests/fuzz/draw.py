@@ -196,7 +196,7 @@ FIXED = (
     "forgetting_attention",
     "mla",
     "short_conv",
-    *(r.name for r in RECURRENCES if r.name != "mesa_net"),
+    *(r.name for r in RECURRENCES),
 )
 """What has the same bits in deterministic mode."""
 
