@@ -6,6 +6,7 @@ Without names, all that this machine's kind of device can run.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,7 @@ import torch
 
 from ring_la.testing import Report, Subject, judge
 
-from . import recurrences, softmax
+from . import fla_on_cpu, recurrences, softmax
 
 
 class Peer(NamedTuple):
@@ -32,6 +33,7 @@ ROPES = dict(operation="attention", dtype=torch.float32, key_dim=8, value_dim=8,
 FLASH = {**ROPES, "dtype": torch.bfloat16, "tolerance": 6e-2}  # FlashAttention takes no fp32
 ON_GPU = dict(operation="attention", dtype=torch.bfloat16, key_dim=64, value_dim=64, tokens=512)
 LINEAR = dict(states=False, key_dim=64, value_dim=64, tokens=512, dtype=torch.bfloat16)
+INTERPRETED = dict(states=False, key_dim=16, value_dim=16, tokens=48, dtype=torch.float32, tolerance=1e-3)
 ALL = ("contiguous", "zigzag", "striped")
 EACH = (softmax.in_each_document, softmax.zigzag_in_each_document)
 PEERS = {
@@ -84,6 +86,10 @@ PEERS = {
         "fla-core", Subject(recurrences.token_shift, "token_shift", ("contiguous", "zigzag"), **LINEAR), GPU
     ),
 }
+for _name in ("gated_delta_rule", "kda", "short_conv", "token_shift"):
+    _run = functools.partial(fla_on_cpu.run, name=_name)
+    _subject = Subject(_run, _name, ("contiguous", "zigzag"), **INTERPRETED)
+    PEERS[f"fla {_name} interpreted"] = Peer("fla-core", _subject, CPU)
 
 
 def main() -> None:
