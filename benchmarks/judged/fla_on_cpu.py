@@ -1,4 +1,4 @@
-"""FLA's context parallelism on CPUs: kernels by Triton's interpreter (``TRITON_INTERPRET=1``), messages by gloo."""
+"""FLA's context parallelism on CPUs: kernels by Triton's interpreter (``TRITON_INTERPRET=1``), gloo for messages."""
 
 from __future__ import annotations
 
