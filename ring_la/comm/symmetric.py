@@ -30,7 +30,7 @@ MOST = 256 << 20
 MOST_SUMMED = 8 << 20
 """Bytes of the largest sum made of everybody's values."""
 WORDS = False
-"""Whether messages carry a word of their call, which the GPU that takes them compares: what it costs is not measured."""
+"""Whether messages carry a word of their call, which the GPU that takes them compares; its cost is not measured."""
 
 
 class Message(NamedTuple):
