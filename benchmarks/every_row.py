@@ -2,7 +2,7 @@
 
 A row is a command and the seconds after which it is ended, with all its ranks. Rows go in the order of rows.txt, or of
 --only, while the budget lasts; those of one GPU go side by side, a GPU each, before the others. FOLDER gets what a row
-writes, what it says as NAME.log, and a line in rows.txt when it has ended. A row that ended well is not run again, so
+writes, what it says as NAME.log, and a line in ended.txt when it has ended. A row that ended well is not run again, so
 a run that was cut off goes on where it was. A row whose peer is not installed says so. --list: the rows, and no more.
 """
 
@@ -79,7 +79,7 @@ class Run:
     def __init__(self, gpus: int, budget: float, out: Path) -> None:
         self.gpus, self.out, self._until = gpus, out, time.monotonic() + budget
         out.mkdir(parents=True, exist_ok=True)
-        self._lines = out / "rows.txt"
+        self._lines = out / "ended.txt"
 
     def ended_well(self) -> set[str]:
         """Names of rows that need not run again."""

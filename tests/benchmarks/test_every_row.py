@@ -57,7 +57,7 @@ def test_a_row_that_hangs_is_ended_with_what_it_started(python, tmp_path):
     assert _ended(child)
     assert (tmp_path / "behind.log").read_text() == "7\n"
     assert run.ended_well() == {"behind"}
-    assert [line.rpartition(" after ")[0] for line in (tmp_path / "rows.txt").read_text().splitlines()] == [
+    assert [line.rpartition(" after ")[0] for line in (tmp_path / "ended.txt").read_text().splitlines()] == [
         "hangs cut off",
         "behind exit 0",
     ]
@@ -77,8 +77,8 @@ def test_rows_of_one_gpu_go_side_by_side(python, tmp_path):
 
 def test_nothing_begins_behind_the_budget_and_what_is_done_is_left_alone(python, tmp_path, monkeypatch, capsys):
     Run(1, 5, tmp_path).one_by_one([Row("later", "print(1)", 60)])
-    assert "later not begun: the budget" in (tmp_path / "rows.txt").read_text()
-    (tmp_path / "rows.txt").write_text("long exit 0 after 9 s\nsparse exit 1 after 9 s\n")
+    assert "later not begun: the budget" in (tmp_path / "ended.txt").read_text()
+    (tmp_path / "ended.txt").write_text("long exit 0 after 9 s\nsparse exit 1 after 9 s\n")
     monkeypatch.setattr(
         sys, "argv", ["every_row", "--gpus", "2", "--list", "--only", "long", "sparse", "--out", os.fspath(tmp_path)]
     )
