@@ -45,7 +45,7 @@ def cases(rules: list[str]) -> list[Case]:
             out += forgetful(rule)
         if rule in ("additive_scalar", "delta_none", "delta_scalar"):
             out += portable(rule)
-        if rule.endswith("_diagonal"):
+        if rule.endswith("_diagonal") or rule == "delta_none":
             out += narrow(rule)
     return out
 
