@@ -34,7 +34,8 @@ def about(args: argparse.Namespace, trainer: Any) -> dict[str, Any]:
 
 
 def planned(config: Any, device: str, mesh: Any) -> dict[str, Any]:
-    """What ``ring-la plan`` says of these choices on such GPUs: seconds and GiB of a step."""
+    """What ``ring-la plan`` says of these choices on such GPUs: seconds of a step, and GiB as PyTorch's allocator
+    counts them; also of the first step, whose optimizer has no moments yet."""
     model, memory = config.model, config.memory
     folder = Path(model.transformers) if model.transformers else None
     work = Workload.of(model.config(257)) if folder is None else of_folder(folder)
@@ -58,7 +59,13 @@ def planned(config: Any, device: str, mesh: Any) -> dict[str, Any]:
         keep_attention=memory.keep_attention,
     )
     said = predict(setting, mesh.axes.size(), mesh.axes.size(2))
-    return {"seconds": said.seconds, "gib": said.memory / 2**30, "rates": rates.source}
+    counted, moments = said.memory - said.mailboxes, setting.moments * work.parameters / mesh.axes.size()
+    return {
+        "seconds": said.seconds,
+        "gib": counted / 2**30,
+        "first_gib": (counted - moments) / 2**30,
+        "rates": rates.source,
+    }
 
 
 def line(step: dict[str, Any]) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 from ..choices import LayoutKind
 from ..layout import Layout
 from ..scan import Chain, CostModel
+from ..softmax.strategies.schedule import LARGEST
 from ..training.flops import pairs
 from .cluster import Cluster
-from .rates import Rates
+from .rates import GROUPED, Rates
 from .workload import BlockWork, Workload
 
 STATES = {"adamw": 2.0, "adamw8bit": 0.5, "adamw4bit": 0.25}
@@ -29,6 +30,10 @@ LIBRARY = 2.2
 """How much more of it Transformers' own operations move, unfused but for RMS norms; from one profile of a mixture."""
 UPDATE = 0.5
 """The rate at which the fused AdamW and clipping move their bytes beside a copy's; from the same profile."""
+LOGIT = 9
+"""Bytes that a loss and its gradient move for a logit at a copy's rate: it is read twice in bf16 and its gradient is
+written, 6 bytes, which go at two thirds of that rate in one profile (benchmarks/results/large-moe-norms-h200.json: 35
+ms of logits that are made twice)."""
 
 ROUTED = 1.25
 """Rows of a token's experts that exist at once in their backward pass, beside those that are kept: the gradients of
@@ -61,8 +66,13 @@ class Setting:
     @property
     def state_bytes(self) -> float:
         """Of a parameter, its gradient and its optimizer's states."""
+        return 2 * (4 if self.parameters == "float32" else 2) + self.moments
+
+    @property
+    def moments(self) -> float:
+        """Bytes of an optimizer's states of a parameter."""
         own = 4 if self.parameters == "float32" else 2
-        return 2 * own + (own * 2 if self.optimizer == "adamw" else 4 * STATES[self.optimizer])
+        return own * 2 if self.optimizer == "adamw" else 4 * STATES[self.optimizer]
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class Prediction:
         seconds: of a step on one sequence a replica. compute, exchange, attention, weights: their parts: one rank's
             own work, the recurrences' exchanges (nothing hidden), and what is not hidden of moving keys and values and
             of gathering weights and summing gradients.
-        memory: bytes of one GPU.
+        memory: bytes of one GPU. mailboxes: those of them that PyTorch's allocator does not count.
         strategies: of the recurrences' exchange, by layer.
         throughput: tokens a second of one GPU.
     """
@@ -86,6 +96,7 @@ class Prediction:
     attention: float
     weights: float
     memory: float
+    mailboxes: float
     fits: bool
     throughput: float
     strategies: dict[str, str]
@@ -117,7 +128,7 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
             continue
         if setting.spread and block.routed:  # there and back, forward, recomputed and backward
             ways = 2 * ((3 if "block" in setting.recompute else 2) if setting.backward else 1)
-            exchange += times * ways * model.exchange(block.routed * tokens * (P - 1) / P)
+            exchange += times * ways * model.exchange(sent(setting, block, P) * tokens)
         if block.recurrence:
             by_name = model.predict(chain, block.state, setting.backward)
             strategies[block.layer] = min(by_name, key=by_name.__getitem__)
@@ -127,21 +138,25 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     weights = max(0.0, sharding(setting, gpus, 1 - 1 / P if setting.spread else 0.0) - compute)
     moved = sum(_kept(setting, block, tokens) for block in work.blocks) if setting.offload else 0.0
     seconds = max(compute + exchange + attention + weights, 2 * moved / HOST)
-    memory = held(setting, gpus, tokens)
+    boxes = max(mailboxes(setting, block, tokens, P) for block in work.blocks)
+    memory = held(setting, gpus, tokens) + boxes
     fits = memory <= setting.memory and moved <= setting.host_memory
     parts = compute, exchange, attention, weights
-    return Prediction(gpus, P, seconds, *parts, memory, fits, tokens / seconds, strategies)
+    return Prediction(gpus, P, seconds, *parts, memory, boxes, fits, tokens / seconds, strategies)
 
 
-def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
+def matmuls(setting: Setting, parameters: float, tokens: float) -> float:
     """Seconds of multiplying tokens with parameters: 2 operations each, 3 times that with a backward pass."""
     return 2 * (3 if setting.backward else 1) * parameters * tokens / setting.rates.matmul
 
 
 def ends(setting: Setting, tokens: float) -> float:
     """Seconds of logits and losses; Transformers' heads are computed again in the backward pass."""
-    again = 4 / 3 if setting.work.library and setting.backward else 1.0
-    return again * matmuls(setting, setting.work.head, tokens)
+    products = matmuls(setting, setting.work.head, tokens)
+    if not setting.backward:
+        return products
+    losses = LOGIT * setting.work.vocabulary * tokens / setting.rates.copy
+    return 4 / 3 * products + 2 * losses if setting.work.library else products + losses
 
 
 def update(setting: Setting, gpus: int) -> float:
@@ -149,14 +164,14 @@ def update(setting: Setting, gpus: int) -> float:
     if not setting.backward:
         return 0.0
     own = 4 if setting.parameters == "float32" else 2
-    moved = 6 * own + 2 * (setting.state_bytes - 2 * own)
+    moved = 6 * own + 2 * setting.moments
     return moved * setting.work.parameters / gpus / (UPDATE * setting.rates.copy)
 
 
 def local(setting: Setting, block: BlockWork, tokens: float) -> float:
     """Seconds of one block's own work on this rank's tokens."""
     rates, backward = setting.rates, setting.backward
-    products = matmuls(setting, block.multiplied, tokens)
+    products = matmuls(setting, block.multiplied + block.met * (1 / GROUPED - 1), tokens)
     moved = block.saved * tokens / rates.copy * (LIBRARY if setting.work.library else 1)
     if block.recurrence:
         mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
@@ -183,8 +198,20 @@ def attended(setting: Setting, block: BlockWork, tokens: float, backward: bool) 
         rows = tokens if block.window < 0 else min(tokens, block.window + 1)
         return rates.attention(operations, backward, rows, block.K)
     width, read = block.kv / 2, tokens * pairs(setting.length, block.chosen - 1) / setting.length
-    seconds = rates.chosen(read, width, block.heads, backward) + rates.index(tokens * seen, *block.indexed)
+    rounds = _rounds(round(setting.length / tokens), setting.cluster.per_node)
+    seconds = rates.chosen(read, width, block.heads, backward, rounds) + rates.index(tokens, seen, *block.indexed)
     return seconds + (rates.index_loss(read, width, block.indexed[1]) if backward else 0.0)
+
+
+def _rounds(P: int, per_node: int) -> int:
+    """Blocks of latents that a rank's queries go to: on one host its own, those of one owner, of two, of four …
+    (`softmax/strategies/copied.py`), else one of each rank."""
+    if P > per_node:
+        return P
+    left, owners, rounds = P - 1, 1, 1
+    while left > 0:
+        left, owners, rounds = left - owners, min(LARGEST, 2 * owners), rounds + 1
+    return rounds
 
 
 def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:
@@ -197,8 +224,28 @@ def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:
 def rotation(setting: Setting, model: CostModel, block: BlockWork, tokens: float, P: int) -> float:
     """Seconds of the ring of keys and values, P − 1 swaps forward; backward their gradients travel too. With a window
     what both segments of a rank need travels alone."""
-    rows = tokens if block.window < 0 else min(tokens, 2 * block.window / (P - 1))
-    return (P - 1) * model.swap(block.kv * rows) * (3 if setting.backward else 1)
+    return (P - 1) * model.swap(block.kv * _shown(block, tokens, P)) * (3 if setting.backward else 1)
+
+
+def _shown(block: BlockWork, tokens: float, P: int) -> float:
+    """Rows of keys and values that another rank needs."""
+    return tokens if block.window < 0 else min(tokens, 2 * block.window / (P - 1))
+
+
+def mailboxes(setting: Setting, block: BlockWork, tokens: float, P: int) -> float:
+    """Bytes of symmetric memory for keys and values of other ranks and for gradients that come from there, at most
+    (`softmax/strategies/mailbox.py`); gradients of chosen latents are fp32. Layers use the same, one after another."""
+    if block.recurrence or not block.kv or not 1 < P <= setting.cluster.per_node:
+        return 0.0
+    gradients = (2 if block.chosen else 1) if setting.backward else 0
+    return (1 + gradients) * (P - 1) * block.kv * _shown(block, tokens, P)
+
+
+def sent(setting: Setting, block: BlockWork, P: int) -> float:
+    """Bytes a token takes to its experts on other ranks, one way: it goes once to each rank that has any of them
+    (`nn/expert_ranks.py`), here as if each were drawn by itself."""
+    row = 2 * setting.work.dim
+    return row * (P - 1) * (1 - (1 - 1 / P) ** (block.routed / row))
 
 
 def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:

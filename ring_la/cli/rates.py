@@ -18,18 +18,34 @@ WIDTH = 128
 SHORT, LONG, GAIN = 8192, 262144, 0.145
 """Softmax attention over blocks of SHORT tokens, as rates are measured, and over blocks of LONG, so much faster: what
 the runs of whole models in docs/users/guides/planning.md took beyond the rest of a step."""
-CHOSEN = 2.8e12, 1.9e12
+CHOSEN = 2.8e12, 1.55e12
 """Bytes a second of attention to chosen latents, forward and of both passes: 2 bytes a number that is read, 8 with the
-fp32 sums of the gradients; one H200, 16 heads (docs/notebook/2026-11-23-chosen-sorted.md)."""
+fp32 sums of the gradients; one H200, 16 heads. Forward of 16,384 tokens (docs/notebook/2026-11-23-chosen-sorted.md),
+both of 1,048,576, whose latents no cache holds: 6.30 s on one GPU, 1.60 for a quarter of the queries
+(benchmarks/results/sparse-warm-h200.json, sparse-h200x4.json); of 16,384 tokens it was 1.9e12."""
+APART = 0.226
+"""What each round of a ring behind the first adds to attention to chosen latents: fitted to one row, 2.33 s in three
+rounds beside 1.60 with the latents of 4 ranks at hand (benchmarks/results/sparse-h200x4.json). Partial results that are
+written and added up are less than a tenth of it by their bytes; what the rest is, is not known."""
 AT_ONCE = 16
 """Query heads that read a latent together."""
-INDEX, LOSS = 4.0e14, 3.4e12
-"""Operations a second of an indexer's scores, and bytes a second of its loss, likewise counted
-(docs/notebook/2026-11-23-chosen-index.md)."""
-WIDE = (1.44, 0.92)
-"""Speed of cuDNN at heads of 256 channels beside the rates of WIDTH, forward and backward: by one profile of 32,768
-tokens on an H200, causal (docs/notebook/2026-11-23-models-of-real-size.md). At 16,384 tokens they give 16.1 ms, and
-17.3 were measured (docs/notebook/2026-11-23-short-shards.md)."""
+INDEX, LISTED = 1.37e14, 3.2e6
+"""Operations a second of an indexer's scores, and queries a second whose lists of the best are begun and cut, whatever
+keys there are: through 105 ms of 131,072 tokens on one GPU (benchmarks/results/index-tuning-2-h200.json) and 1.11 s of
+1,048,576 on four (sparse-h200x4.json)."""
+LOSS = 1.7e12
+"""Bytes a second of an indexer's loss, counted as those of `CHOSEN`: 4.13 s of 1,048,576 tokens on one GPU
+(benchmarks/results/sparse-index-2-h200.json), a first call, which may have compiled for a second. Of 16,384 tokens,
+which a cache holds, it is 3.4e12 (docs/notebook/2026-11-23-index-in-one-pass.md). The 3.05 s of a quarter of the
+queries in sparse-h200x4.json are not used (docs/users/guides/planning.md#how-far-to-trust-it says why)."""
+WIDE = (1.40, 0.87)
+"""Speed of cuDNN at heads of 256 channels beside the rates of WIDTH, forward and backward, causal, on an H200: means of
+1.44, 1.43 and 1.34, and of 0.92, 0.83 and 0.85, by two profiles of 32,768 tokens
+(benchmarks/results/large-moe-h200.json, large-moe-norms-h200.json) and one time of 16,384
+(docs/notebook/2026-11-23-short-shards.md)."""
+GROUPED = 0.85
+"""Speed of grouped products beside one product: 643 TFLOPs with their gradients where a product alone is taken as 757
+(benchmarks/results/grouped-h200.json, PyTorch's and ours), 631 of experts in a step (large-moe-norms-h200.json)."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +95,19 @@ class Rates:
             expected = "a bench_scan.json that `ring-la bench scan` wrote"
             raise ArgumentError("--rates", expected, f"{path} ({type(error).__name__}: {error})") from error
 
-    def chosen(self, keys: float, width: float, heads: int, backward: bool) -> float:
-        """Seconds of attention to so many chosen latents, of all queries together, of `width` numbers."""
-        scale = self.copy / H200.copy
-        return keys * width * (8 if backward else 2) * math.ceil(heads / AT_ONCE) / (CHOSEN[backward] * scale)
+    def chosen(self, keys: float, width: float, heads: int, backward: bool, rounds: int = 1) -> float:
+        """Seconds of attention to so many chosen latents, of all queries together, of `width` numbers.
 
-    def index(self, pairs: float, heads: int, channels: int) -> float:
-        """Seconds of the scores of so many queries and keys."""
-        return 2 * pairs * heads * channels / (INDEX * self.matmul / H200.matmul)
+        Args:
+            rounds: of a ring, in which latents come one after the other.
+        """
+        scale = self.copy / H200.copy * CHOSEN[backward] / (1 + APART * (rounds - 1))
+        return keys * width * (8 if backward else 2) * math.ceil(heads / AT_ONCE) / scale
+
+    def index(self, queries: float, keys: float, heads: int, channels: int) -> float:
+        """Seconds of the scores of so many queries, each of so many keys in the mean, and of keeping the best."""
+        scores = 2 * queries * keys * heads * channels / (INDEX * self.matmul / H200.matmul)
+        return scores + queries / (LISTED * self.copy / H200.copy)
 
     def index_loss(self, keys: float, width: float, channels: int) -> float:
         """Seconds of an indexer's loss with its gradients, of as many chosen keys as `chosen`: latents and index keys

@@ -67,6 +67,7 @@ def _block(layer: nn.Module, config: Any) -> BlockWork:
         V=V,
         kv=_keys(mixer) if softmax else 0,
         experts=stacked,
+        met=met,
         routed=2 * chosen * config.hidden_size if experts else 0,
         window=_window(mixer, config) if softmax else -1,
     )

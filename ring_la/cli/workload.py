@@ -50,7 +50,8 @@ class BlockWork:
         heads, K, V: of the state; of attention, query heads and their width twice (of latents, the mean of K and V).
         kv: bytes of keys and values, or of the latent, a token (attention). window: earlier keys a query sees, −1: all.
         chosen: keys that a query picks of all; 0: none are picked. indexed: heads and channels of its indexer.
-        experts: parameters of stacked experts. routed: bytes a token brings to its experts on other ranks, one way.
+        experts: parameters of stacked experts. met: those of them that a token is multiplied with. routed: bytes of a
+            token's rows, one for each of its experts, where these may be on other ranks.
     """
 
     layer: str
@@ -65,6 +66,7 @@ class BlockWork:
     V: int
     kv: int = 0
     experts: int = 0
+    met: int = 0
     routed: int = 0
     window: int = -1
     chosen: int = 0
@@ -109,18 +111,17 @@ class Workload:
         for name in dict.fromkeys(config.layers):
             one = HybridConfig(**config.to_dict() | {"layers": [name], "vocab_size": 1})
             with torch.device("meta"):
-                kinds[name] = _work(name, ResidualBlock.of(one, 0).bfloat16(), config)
+                block = ResidualBlock.of(one, 0).bfloat16()
+                kinds[name] = replace(_work(name, block, config), met=_met(block, config))
         ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2) + config.dim
         return cls(config.dim, tuple(kinds[name] for name in config.layers), ends, config.vocab_size)
 
 
 def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
     parameters = sum(p.numel() for p in block.parameters())
-    multiplied = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
+    multiplied = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear)) + _met(block, config)
     if isinstance(block.mlp, MixtureOfExperts):
         top_k, hidden = config.mlp_options["top_k"], config.mlp_dim or 32 * -(-8 * config.dim // (3 * 32))
-        stacked = sum(p.numel() for m in block.modules() for p in m.parameters(recurse=False) if p.dim() == 3)
-        multiplied += stacked * top_k // config.mlp_options["experts"]
         mlp = 2 * top_k * (2 * config.dim + 4 * hidden)
     else:
         mlp = _saved(block.mlp, config.dim)
@@ -144,6 +145,14 @@ def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
     x = torch.empty(1, 1, config.dim, device="meta", dtype=torch.bfloat16)
     _, heads, K, V = layer(x, output_state=True).state.recurrent.shape
     return BlockWork(name, parameters, multiplied, _saved(layer, config.dim), mlp, norm, RECURRENCES[name], heads, K, V)
+
+
+def _met(block: ResidualBlock, config: HybridConfig) -> int:
+    """Parameters of a mixture's experts that a token is multiplied with."""
+    if not isinstance(block.mlp, MixtureOfExperts):
+        return 0
+    stacked = sum(p.numel() for p in block.mlp.parameters() if p.dim() == 3)
+    return stacked * config.mlp_options["top_k"] // config.mlp_options["experts"]
 
 
 def _choosing(layer: DeepSeekSparseAttention, own: BlockWork) -> BlockWork:

@@ -14,17 +14,18 @@ from benchmarks import ROOT, script
 from benchmarks.large import bench, report
 
 RESULTS = ROOT / "benchmarks" / "results"
-NEAR = 0.05
+NEAR = 0.1
 """Seconds and GiB of a run beside the plan's."""
 
 
 class Run(NamedTuple):
-    """A run on so many GPUs, one sequence over all of them."""
+    """A run on so many GPUs, one sequence over all of them; `first`: of one step alone."""
 
     config: Any
     gpus: int
     seconds: float
     gib: float
+    first: bool
 
 
 class Axes:
@@ -65,9 +66,9 @@ def trained(file: str, part: str) -> Run:
 
 
 def timed(config: Any, gpus: int, steps: list[dict[str, float]]) -> Run:
-    """The fastest step after the first, which compiles, and its peak."""
-    step = min(steps[1:], key=lambda step: step["seconds"])
-    return Run(config, gpus, step["seconds"], step["peak_memory_gib"])
+    """The fastest step after the first, which compiles, and its peak; of a run of one step, that one."""
+    step = min(steps[1:] or steps, key=lambda step: step["seconds"])
+    return Run(config, gpus, step["seconds"], step["peak_memory_gib"], len(steps) == 1)
 
 
 TRAINED = {
@@ -82,11 +83,14 @@ LARGE = {
     "16 layers of Qwen3.5": "large-moe-h200x2.json",
     "12 layers of it, 32,768": "large-moe-norms-h200.json",
     "12 layers of it, by an older code": "large-moe-h200.json",
+    "hybrid_1b_mla": "large-hybrid_1b_mla-h200x4.json",
+    "hybrid_1b_dsa": "large-hybrid_1b_dsa-h200x4.json",
+    "all 40 layers of it": "large-moe_35b_a3b-h200x4.json",
 }
 """What a row of docs/users/guides/planning.md begins with, and its run."""
-FARTHER = {"16 layers of Qwen3.5", "12 layers of it, by an older code"}
+FARTHER = {"16 layers of Qwen3.5", "12 layers of it, by an older code", "hybrid_1b_dsa", "all 40 layers of it"}
 """Runs that the plan is not near: by an older code, whose optimizer, losses and experts' sums took what the plan leaves
-out (the page says what)."""
+out; and two whose one step compiled and allocated (the page says what is known of them)."""
 
 
 def run_of(row: str, tmp_path: Path) -> Run:
@@ -102,13 +106,14 @@ def at_the_root(monkeypatch):
 def test_the_plan_is_near_what_ran_and_its_page_says_both(row, tmp_path):
     run = run_of(row, tmp_path)
     said = report.planned(run.config, "H200", Mesh(Axes(run.gpus)))
-    off = [abs(said[name] / ran - 1) for name, ran in (("seconds", run.seconds), ("gib", run.gib))]
+    gib = said["first_gib" if run.first else "gib"]
+    off = [abs(plan / ran - 1) for plan, ran in ((said["seconds"], run.seconds), (gib, run.gib))]
     assert (max(off) > NEAR) == (row in FARTHER), off
     assert max(off) < 0.45
     page = (ROOT / "docs/users/guides/planning.md").read_text()
     (cells,) = re.findall(rf"^\| {re.escape(row)}.*?\|((?: [\d.]+ \|){{4}})$", page, re.MULTILINE)
     numbers = [float(cell) for cell in cells.split("|") if cell.strip()]
-    figures = [run.seconds, said["seconds"], run.gib, said["gib"]]
+    figures = [run.seconds, said["seconds"], run.gib, gib]
     assert numbers == [round(f, 1 if i > 1 or f > 12 else 2) for i, f in enumerate(figures)]
 
 

@@ -134,12 +134,48 @@ def test_chosen_keys_cost_by_tokens_and_their_index_by_pairs():
     assert times[1][1] > 3 * (times[1][0] - scores[1]) + scores[1]
 
 
+def test_chosen_keys_on_several_ranks_take_more_than_their_share():
+    """As the four ranks of benchmarks/results/sparse-h200x4.json, which give two of the rates."""
+    T, options = 2**20, dict(dsa=dict(topk=2048, index_heads=4, index_dim=128, head_dim=128, rope_dim=64))
+    block = Workload.of(HybridConfig(64, 2048, ["dsa"], num_heads=16, options=options)).blocks[0]
+    keys, width = T / 4 * pairs(T, block.chosen - 1) / T, block.kv / 2
+    assert H200.chosen(keys, width, 16, True) == pytest.approx(1.604, rel=0.03)
+    assert [prediction._rounds(P, 8) for P in (1, 2, 4, 8, 16)] == [1, 2, 3, 4, 16]
+    assert H200.chosen(keys, width, 16, True, 3) == pytest.approx(2.331, rel=0.03)
+    assert H200.index(T / 4, pairs(T) / T, *block.indexed) == pytest.approx(1.108, rel=0.03)
+    assert H200.index(2**17, pairs(2**17) / 2**17, *block.indexed) == pytest.approx(0.105, rel=0.03)
+
+
+def test_mailboxes_hold_others_keys_and_gradients_where_ranks_share_a_host():
+    def boxes(name: str, tokens: float, P: int, **more) -> float:
+        one = setting(name, length=int(tokens * P), **more)
+        return prediction.mailboxes(one, one.work.blocks[0], tokens, P)
+
+    kv = setting("attention").work.blocks[0].kv
+    assert boxes("attention", 1024, 4) == 2 * 3 * kv * 1024
+    assert boxes("attention", 1024, 4, backward=False) == 3 * kv * 1024
+    assert boxes("dsa", 1024, 4) == 3 * 3 * setting("dsa").work.blocks[0].kv * 1024, "gradients of latents are fp32"
+    assert boxes("gdn", 1024, 4) == boxes("attention", 1024, 1) == boxes("attention", 1024, 16) == 0
+    split = prediction.predict(setting("attention", length=4096), 4, 4)
+    assert split.mailboxes == boxes("attention", 1024, 4) < split.memory
+
+
+def test_a_token_goes_once_to_a_rank_of_its_experts():
+    one = setting("attention")
+    row = 2 * one.work.dim
+    block = replace(one.work.blocks[0], routed=8 * row)
+    assert prediction.sent(one, block, 1) == 0
+    assert prediction.sent(one, block, 2) == pytest.approx(row * (1 - 1 / 256))
+    assert prediction.sent(one, block, 4) == pytest.approx(2.70 * row, rel=1e-3)
+
+
 def test_experts_count_by_the_active_ones():
     moe = config("gla", mlp="moe", mlp_dim=32, mlp_options=dict(experts=8, top_k=2))
     block = Workload.of(moe).blocks[0]
     all_experts = 8 * 3 * 32 * 32
     assert block.parameters - block.multiplied >= all_experts * 6 / 8
     assert block.multiplied > all_experts * 2 / 8
+    assert block.met == all_experts * 2 / 8
 
 
 def test_a_step_is_the_sum_of_its_parts():
@@ -150,7 +186,7 @@ def test_a_step_is_the_sum_of_its_parts():
     matmuls = 6 * 65536 * (block.multiplied + one.work.head) / H200.matmul
     mixing = H200.recurrence("gla", 65536 * block.heads, block.K, block.V, True)
     updated = (6 * 4 + 2 * 8) * one.work.parameters / prediction.UPDATE  # fp32: clipping and AdamW
-    moved = prediction.PASSES * block.saved * 65536 + updated
+    moved = (prediction.PASSES * block.saved + prediction.LOGIT * one.work.vocabulary) * 65536 + updated
     assert alone.seconds == pytest.approx(matmuls + mixing + moved / H200.copy)
     split = prediction.predict(one, 8, 8)
     assert split.compute == pytest.approx(alone.compute / 8)

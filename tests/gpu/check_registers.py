@@ -3,9 +3,9 @@
 ptxas 12.8, which comes with Triton 3.6, at times drops the instruction that defines a uniform register and keeps those
 that read it. A product that takes its operand's address from there reads outside of shared memory, or what lies
 elsewhere. Here every launch of `test_triton`'s cases, and of `OTHERS`, is compiled for sm_90, disassembled, and
-searched for uniform registers that are read where no earlier line has written them. Prints what it finds, or with
---show the registers, spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a
-kernel.
+searched for uniform registers that are read where no earlier line has written them, and for sums of 64 bits that take
+both halves from one register, where an earlier line had written something else. Prints what it finds, or with --show
+the registers, spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a kernel.
 
 `--arch 80` (Ampere), 89 (Ada), 100 or 120 (Blackwell) compiles what such a GPU runs instead, the forms in Triton, and
 finds kernels that want more shared memory than a program gets there.
@@ -146,8 +146,33 @@ def mesa() -> Iterator[tuple[str, list]]:
         yield str(K), launches
 
 
-OTHERS = {"momentum": momentum, "mesa": mesa}
-"""Kernels that no rule of the algebra has."""
+def slots() -> Iterator[tuple[str, list]]:
+    """Those of gated slot attention: gated linear attention that reads the other side, and one of wide queries."""
+    import ring_la
+    from ring_la.kernels import choice, families
+
+    taken = choice.unsupported
+    choice.unsupported = lambda rule, x, recurrent=False: families.unsupported(rule, x)
+    half = torch.float16, torch.bfloat16
+    sizes = [(M, K, d, True) for M, K in ((32, 64), (32, 128), (64, 64), (16, 128)) for d in half]
+    sizes += [(64, 128, torch.bfloat16, True), (128, 128, torch.float16, True), (32, 64, torch.float16, False)]
+    sizes.append((32, 64, torch.float32, True))
+    try:
+        for M, K, dtype, states in sizes:
+            tokens = [torch.zeros(1, 63, 1, D, dtype=dtype).requires_grad_() for D in (K, K, K, M, M)]
+            first = (torch.zeros(1, 1, K, M), torch.zeros(1, 1, M, K)) if states else None
+            with recorded(found := []):
+                out = ring_la.gated_slot_attention(
+                    *tokens, initial_state=first, output_final_state=states, backend="triton"
+                )
+                sum(x.sum() for x in (out.o, *(out.final_state or ()))).backward()
+            yield f"{M} of {K}", found
+    finally:
+        choice.unsupported = taken
+
+
+OTHERS = {"momentum": momentum, "mesa": mesa, "slots": slots}
+"""Kernels that no rule of the algebra has, and launches of rules that only others make."""
 
 
 def launches(rules: list[str]) -> Iterator[tuple[str, list]]:
@@ -199,6 +224,8 @@ def unwritten(sass: str) -> list[str]:
     written, found = set(), []
     for line in filter(None, map(INSTRUCTION.match, sass.splitlines())):
         name, operands = line[2], re.split(r",(?![^\[]*\])", line[3])
+        if name.startswith("ULOP3") and operands[0].startswith("UP"):  # a predicate beside its result
+            operands = operands[1:]
         target = re.fullmatch(r"UR(\d+)", operands[0].strip())
         reads = set()
         for operand in operands[bool(target) :]:
@@ -212,6 +239,24 @@ def unwritten(sass: str) -> list[str]:
         if target:
             wide = 2 if ".64" in name or ".WIDE" in name else 1
             written |= {int(target[1]) + i for i in range(wide)}
+    return found
+
+
+def torn(sass: str) -> list[str]:
+    """Instructions that make the upper half of a 64-bit sum from the register that the lower half was made from: a
+    product's operand is then wherever a register says that an earlier line wrote for something else."""
+    lower: dict[str, set[str]] = {}
+    found = []
+    for line in filter(None, map(INSTRUCTION.match, sass.splitlines())):
+        name, operands = line[2], [x.strip() for x in line[3].split(",")]
+        read = {x for x in operands[1:] if re.fullmatch(r"UR\d+", x)}
+        carries = [x for x in operands if re.fullmatch(r"UP\d", x)]
+        if name == "UIADD3.X" and any(read & lower.get(x, set()) for x in carries):
+            found.append(line[0].strip())
+        for reads in lower.values():
+            reads.discard(operands[0])
+        if name == "UIADD3":
+            lower |= {x: read for x in carries}
     return found
 
 
@@ -245,7 +290,7 @@ def main() -> None:
                     print(*what, f"shared {binary.metadata.shared}", flush=True)
                 continue
             sass = disassembled(binary.asm["cubin"], "nvdisasm", "-c")
-            found = unwritten(sass)
+            found = unwritten(sass) + torn(sass)
             if args.digest:
                 with open(args.digest, "a") as file:
                     print(kernel.__name__, digest(kernel, sass), constants, file=file)

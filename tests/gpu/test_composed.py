@@ -76,6 +76,44 @@ def test_kernels_of_sums(case, record_property, monkeypatch):
     assert max(off.values()) < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype], off
 
 
+SLOTS = {
+    "fp16, 32 of 64": (63, 64, 32, 1.0, None, torch.float16),
+    "fp16, 32 of 64, slow": (63, 64, 32, 50.0, None, torch.float16),
+    "bf16, 32 of 128": (300, 128, 32, 1.0, None, torch.bfloat16),
+    "bf16, 16 of 64, packed": (300, 64, 16, 10.0, (0, 1, 1, 130, 257, 300), torch.bfloat16),
+    "fp32, 32 of 64": (63, 64, 32, 1.0, None, torch.float32),
+}
+"""tokens, head size, slots, what divides log-decays, cu_seqlens, dtype"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SLOTS)
+def test_kernels_of_slots(case, record_property):
+    """With few slots: the first is of fla-core's own tests."""
+    pytest.importorskip("triton")
+    T, K, M, slow, cu, dtype = SLOTS[case]
+    N = 1 if cu is None else len(cu) - 1
+    rng = torch.Generator("cuda").manual_seed(42)
+    draw = lambda *shape: torch.randn(*shape, device="cuda", generator=rng)  # noqa: E731
+    x = [draw(1, T, 2, D).to(dtype) for D in (K, K, K, M, M)]
+    x[4] = (torch.nn.functional.logsigmoid(x[4].float()) / slow).to(dtype)
+    x += [draw(N, 2, K, M), draw(N, 2, M, K)]
+    weights = [draw(1, T, 2, K), draw(N, 2, K, M), draw(N, 2, M, K)]
+    offsets = None if cu is None else torch.tensor(cu, device="cuda")
+    found = []
+    for wide, backend in ((False, "triton"), (True, "torch")):
+        leaves = [(t.double() if wide else t).detach().requires_grad_() for t in x]
+        o, ends = ring_la.gated_slot_attention(
+            *leaves[:5], initial_state=tuple(leaves[5:]), output_final_state=True, backend=backend, cu_seqlens=offsets
+        )
+        loss = sum((y.double() * w.double()).sum() for y, w in zip((o, *ends), weights))
+        found.append([o, *ends, *torch.autograd.grad(loss, leaves)])
+    names = "o", "Hk", "Hv", "dq", "dk", "dv", "ds", "dg", "dHk", "dHv"
+    off = {n: error(a, b) for n, a, b in zip(names, *found)}
+    record_property("errors", off)
+    assert max(off.values()) < {torch.float32: 1e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype], off
+
+
 PRECONDITIONED = {
     "fp32": (300, 128, None, torch.float32),
     "packed": (300, 36, (0, 1, 1, 190, 300), torch.float32),

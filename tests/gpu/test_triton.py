@@ -45,7 +45,16 @@ def cases(rules: list[str]) -> list[Case]:
             out += forgetful(rule)
         if rule in ("additive_scalar", "delta_none", "delta_scalar"):
             out += portable(rule)
+        if rule.endswith("_diagonal") or rule == "delta_none":
+            out += narrow(rule)
     return out
+
+
+def narrow(rule: str) -> list[Case]:
+    """Few key channels beside many values, in chunks that need levels and in those that do not."""
+    out = [Case(rule, 1, 63, 1, 1, 32, 64, d, decay=g) for d in (torch.float16, torch.bfloat16) for g in (2.0, 0.02)]
+    more = [(32, 128), (16, 64), (16, 128)]
+    return [*out, *(Case(rule, 2, 150, 2, 2, K, V, torch.bfloat16, decay=g) for K, V in more for g in (2.0, 0.02))]
 
 
 def by_descriptor(rule: str) -> list[Case]:

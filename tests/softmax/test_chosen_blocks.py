@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -51,9 +52,10 @@ class Case(NamedTuple):
     scale: float | None = None
 
 
+PACKED = Case(cu=(0, 20, 20, 21, 50), aligned=False, K=24)
 CASES = {
     "batch, one choice for all heads": Case(B=2, heads=1, V=12),
-    "packed, blocks that begin anywhere": Case(cu=(0, 20, 20, 21, 50), aligned=False, K=24),
+    "packed, blocks that begin anywhere": PACKED,
     "window, 3 heads of which a program has 2": Case(H=6, window=(30, 7), causal=False),
     "blocks of 20 keys": Case(block=20, aligned=False),
     "blocks of several tiles": Case(T=90, block=80, S=2),
@@ -161,6 +163,35 @@ def test_what_it_cannot_do_is_refused(change, what):
     x, _, _, chosen = draw(case)
     with pytest.raises(ring_la.UnsupportedError, match=what):
         ring_la.sparse_attention(*(t.float() for t in x), chosen, block=case.block, backend="triton_blocks")
+
+
+def split_errors(rank: int, kind: str, cu: tuple[int, ...] | None) -> list[float]:
+    """Of o and the gradients of a call on a split sequence, by the kernels, keys by ring and gathered."""
+    from tests.support.pool import group
+
+    case, found = PACKED if cu else Case(T=107), []
+    (q, k, v), do, _, chosen = draw(case)
+    whole = [x.detach().requires_grad_() for x in (q, k, v)]
+    offsets = None if cu is None else torch.tensor(cu)
+    o = ring_la.sparse_attention(*whole, chosen, block=case.block, cu_seqlens=offsets, backend="torch").o
+    want = [o, *torch.autograd.grad(o, whole, do)]
+    for attention in ("ring", "all_gather"):
+        cp = ring_la.ContextParallel(group(), scan="ring", attention=attention)
+        layout = cp.layout(case.T, kind, cu_seqlens=cu)
+        local = [layout.shard(x).float().requires_grad_() for x in (q, k, v)]
+        how = dict(block=case.block, layout=layout, backend="triton_blocks")
+        with mock.patch.object(launch, "interpreted", True):
+            o = ring_la.sparse_attention(*local, layout.shard(chosen), **how).o
+            got = [o, *torch.autograd.grad(o, local, layout.shard(do).float())]
+        found += [error(layout.gather(a), b) for a, b in zip(got, want)]
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["zigzag", "striped"])
+def test_ranks_go_by_the_kernels(ranks, kind, packed):
+    for found in ranks.run(2, split_errors, kind, PACKED.cu if packed else None):
+        assert max(found) < 2e-5, found
 
 
 def test_what_a_call_takes_that_names_none():

@@ -183,8 +183,11 @@ class SpanPlan:
         # what erases along a key of its own reads keys twice, as under a decay per key channel
         rule = "delta_diagonal" if self.rule.write == "erase" else str(self.rule)
         found = self.fitting(table.pick(entries, rule, K, V, self.dtype))
-        # dplr's second stream fills the shared memory that prefetching would take
-        return dataclasses.replace(found, stages=1, registers=0) if self.rule.write == "dplr" else found
+        if self.rule.write != "dplr":
+            return found
+        # the second stream fills the shared memory that prefetching would take, but beside few keys: and there ptxas
+        # 12.8 loses the addresses of products' operands where nothing is prefetched
+        return dataclasses.replace(found, stages=min(found.stages, 2) if K <= 32 < V else 1, registers=0)
 
     def fitting(self, how: Tiling) -> Tiling:
         """`how`, with half the stages where there is little shared memory."""

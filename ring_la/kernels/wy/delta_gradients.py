@@ -121,6 +121,8 @@ def delta_gradients(
     (B, T, H, HK, K, V), how, decay = plan.sizes, plan.pick(GRADIENT), plan.rule.decay
     erase, gluon = plan.rule.write == "erase", plan.gluon and plan.rule.write == "delta"
     block = max(32, min(how.block, width(K)))  # the transposed products go wrong at 16 columns
+    if decay == "none" and K <= 32 < V <= 64:  # one tile of 32: ptxas 12.8 loses the address of products' operands
+        block = 64
     parts = 1 if gluon else cdiv(K, block)
     dq, dk, dbeta = plan.tokens(K), plan.tokens(K), plan.new(*(parts,)[: parts > 1], B, T, H)
     dg = None if decay == "none" else torch.empty_like(dbeta)

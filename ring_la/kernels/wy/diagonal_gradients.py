@@ -264,6 +264,8 @@ def diagonal_gradients(
     dk, dg = plan.tokens(K), torch.empty_like(inputs.g)
     dr, adjoints = (chunks.u, chunks.states) if back is None else (back.dr, back.adjoints)  # or read, but for nothing
     dbeta = plan.new(B, T, H) if delta else None
+    # one tile of 32 channels, beside more values: ptxas 12.8 loses the address of products' operands
+    block = 64 if K <= 32 < V else max(32, min(how.block, width(K)))
     for levelled in (False, True):
         launch(
             gradient_kernel, (plan.chunk_count, plan.rows),
@@ -272,7 +274,7 @@ def diagonal_gradients(
                 dq, dk, da, dg, dbeta,
             ),
             plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K, V=V,
-            BK=max(32, min(how.block, width(K))), BV=min(64, width(V)) if full else width(V), C=plan.chunk,
+            BK=block, BV=min(64, width(V)) if full else width(V), C=plan.chunk,
             LEVELS=level_count(plan), LEVELLED=levelled, DELTA=delta, ERASE=da is not None,
             QUERIES=back is None and not levelled, PREC=plan.precision, VARLEN=plan.packed, **how.options,
         )  # fmt: skip
