@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from ..errors import ArgumentError
+from ..comm.members import JobStore, Members
+from ..comm.watch import PeerWatch
+from ..errors import ArgumentError, RingLAError
 from ..reading import METADATA, contents, load
 
 
 class Checkpoints:
     """The checkpoints of one run. Collective: every rank makes one and makes the same calls.
+
+    A rank that dies meanwhile is a `PeerError` that names it; what one rank cannot write or read is torch's error.
 
     Args:
         folder: shared by all ranks.
@@ -39,6 +46,8 @@ class Checkpoints:
         self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
         self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
         self._writing: Future | None = None
+        members = Members(self._group, timedelta(minutes=5))
+        self._watch = PeerWatch(members, JobStore(f"checkpoints/{self._group.group_name}"))
 
     def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:
         """Write the state after `step` steps; waits for the checkpoint before it."""
@@ -46,18 +55,20 @@ class Checkpoints:
         parameters, states = get_state_dict(model, optimizer, options=self._options)
         state = {"model": parameters, "optimizer": states, "progress": progress | {"step": step}}
         where = self.folder / f"step-{step:08d}"
-        if self.background:
-            writing: Any = dcp.async_save(state, checkpoint_id=where, process_group=self._group)
-            self._writing = writing
-        else:
+        with self._named("writing a checkpoint"):
+            if self.background:
+                writing: Any = dcp.async_save(state, checkpoint_id=where, process_group=self._group)
+                self._writing = writing
+                return
             dcp.save(state, checkpoint_id=where, process_group=self._group)
-            self._tidy()
+        self._tidy()
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk; its error, if it had one, is raised here."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._named("writing a checkpoint"):
+                writing.result()
             self._tidy()
 
     def load(self, model: nn.Module, optimizer: Any, step: int | None = None) -> dict[str, Any] | None:
@@ -67,7 +78,8 @@ class Checkpoints:
             ArgumentError: no complete checkpoint of `step`.
         """
         steps: list[int | None] = [max(self.steps(), default=None)]
-        dist.broadcast_object_list(steps, src=0, group=self._group)  # what rank 0 sees counts
+        with self._named("reading a checkpoint"):
+            dist.broadcast_object_list(steps, src=0, group=self._group)  # what rank 0 sees counts
         newest = steps[0]
         if step is not None and step not in self.steps():
             raise ArgumentError("step", f"one of {self.steps()}", step)
@@ -79,7 +91,8 @@ class Checkpoints:
         where = self.folder / f"step-{newest:08d}"
         stored = contents(where).state_dict_metadata
         state["progress"] = {k.removeprefix("progress."): 0 for k in stored if k.startswith("progress.")}
-        load(state, where, process_group=self._group)
+        with self._named("reading a checkpoint"):
+            load(state, where, process_group=self._group)
         set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states, options=self._options)
         return state["progress"]
 
@@ -87,6 +100,16 @@ class Checkpoints:
         """Steps with a complete checkpoint, in order."""
         found = (re.fullmatch(r"step-(\d+)", f.parent.name) for f in self.folder.glob(f"step-*/{METADATA}"))
         return sorted(int(m[1]) for m in found if m)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Messages of ours that fail within it name the rank that they fail by."""
+        try:
+            yield
+        except RingLAError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.error(what, error) from error
 
     def _tidy(self) -> None:
         """Remove what is older than the newest `keep`, incomplete ones too."""

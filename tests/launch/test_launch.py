@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -140,15 +142,22 @@ dist.destroy_process_group()
 """
 
 
+def free_port() -> int:
+    """One of those a batch file picks that the system gives to nobody who asks for any."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise RuntimeError("no port is free")
+
+
 def test_two_nodes_meet_under_slurm_and_two_pods_train(ranks, tmp_path):
     """The batch file, run by bash, and the pods' command and environment: two torchruns each, meeting over loopback.
 
     Under Slurm SCRIPT is one that meets and says what it got. The pods go on where four ranks were.
     """
     pytest.importorskip("jsonargparse")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] % 20000 + 20000
+    port = free_port()
     stubs = {
         "python3": f'case "$1" in -) cat >/dev/null ;; *) exec {shlex.quote(sys.executable)} "$@" ;; esac',
         "srun": 'while [[ "$1" == --* ]]; do shift; done; "$@" & first=$!; "$@"; wait $first',

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ring_la import ArgumentError, ContextParallel
+from ring_la import ArgumentError, ContextParallel, PeerError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import Checkpoints, TrainingMesh, recompute, shard_parameters
 
@@ -65,3 +66,31 @@ def check_other_split(rank: int, folder: str, background: bool) -> None:
 @pytest.mark.parametrize("background", [True, False])
 def test_another_split_goes_on(ranks, tmp_path, background):
     ranks.run(4, check_other_split, str(tmp_path), background)
+
+
+def check_death(rank: int, folder: str, moment: str, background: bool) -> str:
+    """Rank 1 ends where the others write, wait for what is written, or read."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.zero_grad()
+    checkpoints = Checkpoints(folder, background=background)
+    if moment == "read":
+        checkpoints.save(1, model, optimizer, {"tokens": 1})
+        checkpoints.wait()
+        dist.barrier()
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(PeerError) as error:
+        if moment == "read":
+            checkpoints.load(model, optimizer)
+        else:
+            checkpoints.save(2, model, optimizer, {"tokens": 2})
+            checkpoints.wait()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("moment", "background"), [("written", False), ("written", True), ("read", False)])
+def test_a_rank_that_dies_at_a_checkpoint_is_named(ranks, tmp_path, moment, background):
+    found = "writing" if moment == "written" else "reading"
+    for rank, said in zip((0, 2, 3), ranks.run(4, check_death, str(tmp_path), moment, background, dying=(1,))):
+        assert said.startswith(f"rank {rank} of 4 failed while {found} a checkpoint: no sign of life from rank 1")
