@@ -78,7 +78,7 @@ def _let_go(members: weakref.ref[Members]) -> None:
     """
     ending = members()
     if ending is not None:
-        del ending.group
+        vars(ending).pop("group", None)
 
 
 class JobStore:

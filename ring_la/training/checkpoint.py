@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from ..comm.members import JobStore, Members
 from ..comm.watch import PeerWatch
-from ..errors import ArgumentError, RingLAError
+from ..errors import ArgumentError, PeerError, RingLAError
 from ..reading import METADATA, contents, load
 
 
@@ -46,8 +47,8 @@ class Checkpoints:
         self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
         self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
         self._writing: Future | None = None
-        members = Members(self._group, timedelta(minutes=5))
-        self._watch = PeerWatch(members, JobStore(f"checkpoints/{self._group.group_name}"))
+        self._members = Members(self._group, timedelta(minutes=5))
+        self._watch = PeerWatch(self._members, JobStore(f"checkpoints/{self._group.group_name}"))
 
     def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:
         """Write the state after `step` steps; waits for the checkpoint before it."""
@@ -104,12 +105,22 @@ class Checkpoints:
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """Messages of ours that fail within it name the rank that they fail by."""
+        if self._group is None:
+            raise PeerError(f"{what}: the ranks' group has ended with a failure before. Start them again")
         try:
             yield
         except RingLAError:
             raise
         except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # which have the group
+            self._leave()
             raise self._watch.error(what, error) from error
+
+    def _leave(self) -> None:
+        """End the group, which closes its connections: who waits for this rank fails, too, and does not wait on."""
+        dist.destroy_process_group(self._group)
+        self._group = None
+        vars(self._members).pop("group")
 
     def _tidy(self) -> None:
         """Remove what is older than the newest `keep`, incomplete ones too."""

@@ -80,12 +80,19 @@ def check_death(rank: int, folder: str, moment: str, background: bool) -> str:
         dist.barrier()
     if rank == 1:
         os._exit(1)
+
+    def read() -> None:
+        checkpoints.load(model, optimizer)
+
+    def written() -> None:
+        checkpoints.save(2, model, optimizer, {"tokens": 2})
+        checkpoints.wait()
+
+    do = read if moment == "read" else written
     with pytest.raises(PeerError) as error:
-        if moment == "read":
-            checkpoints.load(model, optimizer)
-        else:
-            checkpoints.save(2, model, optimizer, {"tokens": 2})
-            checkpoints.wait()
+        do()
+    with pytest.raises(PeerError, match="checkpoint: the ranks' group has ended with a failure before"):
+        do()
     return str(error.value)
 
 
