@@ -253,8 +253,11 @@ def torn(sass: str) -> list[str]:
         carries = [x for x in operands if re.fullmatch(r"UP\d", x)]
         if name == "UIADD3.X" and any(read & lower.get(x, set()) for x in carries):
             found.append(line[0].strip())
+        written = {operands[0]}
+        if re.search(r"\.(WIDE|64)\b", name) and (target := re.fullmatch(r"UR(\d+)", operands[0])):
+            written.add(f"UR{int(target[1]) + 1}")  # of a pair
         for reads in lower.values():
-            reads.discard(operands[0])
+            reads -= written
         if name == "UIADD3":
             lower |= {x: read for x in carries}
     return found
