@@ -85,10 +85,10 @@ class JobStore:
     """What the ranks of one group keep in the job's store, apart from all other groups.
 
     Attributes:
-        name: a number or word that no other group has, the same on all its ranks.
+        name: a number that no other group has, the same on all its ranks.
     """
 
-    def __init__(self, name: int | str) -> None:
+    def __init__(self, name: int) -> None:
         self.name = name
 
     @property

@@ -48,7 +48,7 @@ class Checkpoints:
         self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
         self._writing: Future | None = None
         self._members = Members(self._group, timedelta(minutes=5))
-        self._watch = PeerWatch(self._members, JobStore(f"checkpoints/{self._group.group_name}"))
+        self._watch = PeerWatch(self._members, JobStore(_number(self._group.group_name)))
 
     def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:
         """Write the state after `step` steps; waits for the checkpoint before it."""
@@ -129,3 +129,8 @@ class Checkpoints:
             for folder in self.folder.glob("step-*"):
                 if kept and int(folder.name.removeprefix("step-")) < kept[0]:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _number(group: str) -> int:
+    """What stands for a process group of torch's, larger than numbers of ours."""
+    return int.from_bytes(f"checkpoints {group}".encode(), "little")

@@ -40,15 +40,15 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **convolution.MIXERS,
     **delta.MIXERS,
     **mamba.MIXERS,  # type: ignore[dict-item]
-    **lightning.MIXERS,  # type: ignore[dict-item]
-    **indexed.MIXERS,  # type: ignore[dict-item]
+    **lightning.MIXERS,
+    **indexed.MIXERS,
     **latents.MIXERS,
     **qwen4_exp.MIXERS,
     **rwkv.MIXERS,
     **xlstm.MIXERS,
     **zaya.MIXERS,
     **channelwise.MIXERS,  # type: ignore[dict-item]
-    **own_attention.MIXERS,  # type: ignore[dict-item]
+    **own_attention.MIXERS,
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
