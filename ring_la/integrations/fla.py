@@ -208,9 +208,10 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _strength(beta: Tensor, sigmoid: bool, negative: bool) -> Tensor:
+    """β, fp32 where it is made here."""
     if negative and not sigmoid:
         raise ArgumentError("allow_neg_eigval", "False without use_beta_sigmoid_in_kernel", negative)
-    beta = beta.sigmoid() if sigmoid else beta
+    beta = beta.float().sigmoid() if sigmoid else beta
     return 2 * beta if negative else beta
 
 

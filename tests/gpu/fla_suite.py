@@ -49,7 +49,8 @@ OF_OPTIONS = {
         "test_chunk_beta_sigmoid_in_kernel", "test_chunk_state_v_first", "test_chunk_gate_in_kernel",
         "test_chunk_gate_in_kernel_gqa", "test_chunk_gate_in_kernel_varlen",
     ),
-    "test_kda.py": ("test_chunk_state_v_first",),
+    "test_kda.py": ("test_chunk_state_v_first", "test_chunk_use_beta_sigmoid_in_kernel"),
+    "test_precond_gated_delta.py": ("test_chunk_transpose_state",),
     "test_precond_kda.py": ("test_chunk_transpose_state",),
     "test_simple_gla.py": ("test_chunk_state_v_first",),
 }  # fmt: skip

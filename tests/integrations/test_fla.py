@@ -104,6 +104,14 @@ def test_a_split_call_is_one_device_s(ranks, layout, offsets):
     ranks.run(2, check, layout, offsets)
 
 
+@pytest.mark.parametrize("rule", [fla.chunk_gated_delta_rule, fla.chunk_kda])
+def test_strengths_made_here_are_not_rounded_to_sixteen_bits(rule):
+    q, k, v, g, beta = (x.bfloat16() for x in inputs((8,) if rule is fla.chunk_kda else ()))
+    found, _ = rule(q, k, v, -g.float().abs(), beta, use_beta_sigmoid_in_kernel=True)
+    expected, _ = rule(q, k, v, -g.float().abs(), beta.float().sigmoid())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_states_go_in_and_out_on_one_device_alone():
     q, k, v, g, beta = inputs(())
     g, beta = -g.abs(), beta.sigmoid()
