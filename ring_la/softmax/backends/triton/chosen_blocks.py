@@ -26,11 +26,11 @@ UNITED = 2048
 PROGRAMS, PIECES = 2048, 4
 """How many programs that sum gradients of keys are enough, and the most pieces that a list is cut into for it."""
 
-FORWARD = TileSettings(128, 64, 8, 3)
+FORWARD = TileSettings(64, 64, 4, 3)
 QUERIES = TileSettings(64, 64, 4, 2)
 KEYS = TileSettings(64, 64, 4, 2)
-"""Of the kernels, as `tests/gpu/test_chosen.py` has run them on an H200; rows are queries × their heads. Others take
-0.79 of the forward's time (`python -m benchmarks.tuning.blocks`), and have run at one size alone."""
+"""Of the kernels, as `tests/gpu/test_chosen.py` has run them on an H200; rows are queries × their heads. Timed one beside
+the other by `python -m benchmarks.tuning.blocks`."""
 
 
 class ChosenBlocks(NamedTuple):
