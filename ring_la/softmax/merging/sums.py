@@ -25,6 +25,11 @@ class Sum:
         """An empty sum for the gradient of `x`."""
         return cls(x.shape, x.dtype, x.device)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been added yet."""
+        return not self._parts
+
     def add(self, part: Tensor, rows: slice | Tensor = slice(None)) -> None:
         """Add to some rows. Rows may be given by number, also repeatedly."""
         if isinstance(rows, Tensor):
