@@ -12,8 +12,10 @@ import ring_la
 from ring_la import reference
 from ring_la.layout import Layout
 from ring_la.softmax import call
-from ring_la.softmax.backends import Ask, choose_for_chosen, chosen, latents
-from ring_la.softmax.geometry import Reach, Tokens
+from ring_la.softmax.backends import Ask, QueryRows, choose_for_chosen, chosen, latents
+from ring_la.softmax.geometry import Pair, Reach, Tokens
+from ring_la.softmax.merging import Gradients
+from ring_la.softmax.scores import Scores
 from ring_la.softmax.strategies.choice import ChosenSizes, pick_for_chosen
 from ring_la.softmax.strategies.chosen import pays
 from ring_la.softmax.strategies.schedule import most_rounds
@@ -21,6 +23,7 @@ from ring_la.softmax.tensors import Tensors
 from tests.support.attention_cases import Case, error
 from tests.support.chosen_cases import CU, FEATURES, T, compare, draw, function_of, run, truth
 from tests.support.file_memory import over_files
+from tests.support.peak import PeakBytes
 from tests.support.pool import group
 from tests.support.split_attention import KINDS
 
@@ -214,3 +217,32 @@ def test_compiled_it_is_one_node_and_the_same():
     case, want = draw("latents", False), truth("latents", False)
     got = run(torch.compile(ring_la.mla, fullgraph=True, backend="aot_eager"), case)
     assert all(error(got[n], x) < 1e-9 for n, x in want.items())
+
+
+class Narrow(chosen.ChosenBackend):
+    """A kernel's tensors without its numbers: gradients of queries in 16 bits, those of keys wide, values' among them."""
+
+    name = "narrow"
+
+    def forward(self, q, k, v, scores, pair, out) -> None:
+        out.add(q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(len(q), q.shape[2], q.shape[1], dtype=torch.float32))
+
+    def backward(self, x, k, v, scores, pair, out) -> None:
+        out.dq.add(torch.empty_like(x.q))
+        out.dk.add(torch.empty_like(k, dtype=torch.float32))
+
+
+def test_absorbed_queries_are_not_widened_on_the_way_back():
+    """Bytes at once, in those of all queries on latents: q', o', do', dq' and what they are made of, in 16 bits."""
+
+    def given(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    n, H, L, R, N = 4096, 16, 512, 64, 128
+    tokens, sums = Tokens.whole(n, torch.device("meta")), given(1, H, n, dtype=torch.float32)
+    rows = QueryRows(given(1, n, H, N + R), given(1, n, H, N), given(1, n, H, N), sums, sums)
+    k, v, up = given(1, n, 1, L), given(1, n, 1, R), given(H, N, L)
+    backend = latents.Absorbed(Narrow().of(given(1, n, 1, 8, dtype=torch.int32)), up, up)
+    with patch.object(latents, "product", lambda x, y: x.new_empty(H, x.shape[1], y.shape[2])), PeakBytes() as counted:
+        backend.backward(rows, k, v, Scores(1.0), Pair(tokens, tokens, Reach(None, 0)), Gradients.of(rows.q, k, v))
+    assert counted.most < 6 * 2 * n * H * (L + R)
