@@ -133,7 +133,9 @@ GATHER = "all_gather"
 def million(P: int, heads: int = 16, S: int = 2048, T: int = 2**20) -> ChosenSizes:
     """DeepSeek's latents in bf16, T tokens over P ranks."""
     layout = SimpleNamespace(lengths=(T // P,) * P, seq_len=T)
-    shapes = dict(q=(1, 1, heads, 192), k=(1, 1, 1, 512), v=(1, 1, 1, 64), up_v=(heads, 128, 512), up_k=(heads, 128, 512))
+    shapes = dict(
+        q=(1, 1, heads, 192), k=(1, 1, 1, 512), v=(1, 1, 1, 64), up_v=(heads, 128, 512), up_k=(heads, 128, 512)
+    )
     x = {n: torch.empty(shape, dtype=torch.bfloat16, device="meta") for n, shape in shapes.items()}
     return ChosenSizes.of(Tensors(**x, chosen=torch.empty(1, 1, 1, S, dtype=torch.int32)), layout, layout)
 
@@ -220,7 +222,7 @@ def test_compiled_it_is_one_node_and_the_same():
 
 
 class Narrow(chosen.ChosenBackend):
-    """A kernel's tensors without its numbers: gradients of queries in 16 bits, those of keys wide, values' among them."""
+    """A kernel's tensors without its numbers: gradients of queries in 16 bits, of keys wide, values' among them."""
 
     name = "narrow"
 

@@ -6,6 +6,7 @@ rank the parts of its keys' gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -58,7 +59,7 @@ def gather_keys(job: AttentionJob, k: Tensor, v: Tensor) -> Pending:
     return Pending(unpack)
 
 
-def _places(job: AttentionJob) -> list[slice] | list[Tensor]:
+def _places(job: AttentionJob) -> Sequence[slice | Tensor]:
     """For each rank the rows of ``job.all_keys`` that its keys are."""
     tokens = [len(keys) for keys in job.keys]
     if job.order is None:

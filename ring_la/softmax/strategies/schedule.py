@@ -150,8 +150,8 @@ class Schedule:
 
 
 def owners_by_round(rank: int, needs: list[Stretches], own: int) -> Iterator[list[int]]:
-    """Owners whose keys a rank with `own` keys computes on at once: the nearest to the left, the next two, the next four
-    …, and more in a round while their keys are few (windows, documents)."""
+    """Owners whose keys a rank with `own` keys computes on at once: the nearest to the left, the next two, the next
+    four …, and more in a round while their keys are few (windows, documents)."""
     size, doubling = len(needs), 1
     owners = [s for n in range(1, size) if needs[s := (rank - n) % size]]
     while owners:
