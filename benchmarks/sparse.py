@@ -1,16 +1,16 @@
 """Attention to chosen keys on a split sequence, beside all keys and the ideal split; and what a layout does to an
 indexer's load.
 
-    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 524288 --limit 75 --out s.json
+    torchrun --nproc-per-node 4 -m benchmarks.sparse --tokens 262144 --strategies auto ring --limit 100 --out s.json
 
 DeepSeek's widths (latents of 512 + 64), bf16, zigzag; --tokens a rank. Rows as they come, of the slowest rank, in
-milliseconds, with the peak of memory beside what the tensors take. First errors beside PyTorch's form in fp64, 4,096
-tokens. Then:
+milliseconds, with the peak of memory beside what the tensors take and what a rank sends by messages (a ring that copies
+sends none so). First errors beside PyTorch's form in fp64, 4,096 tokens. Then:
 
-    ring, FORM          2,048 chosen keys, forward + backward, latents under way
+    auto, FORM          2,048 chosen keys, forward + backward, latents as `auto` has them come; also --strategies
     ideal, FORM         the same queries of each rank with all latents at hand: no exchange
     index …             the choice: a lightning indexer of 4 heads of 128, also with products of 8 bits; and its loss,
-                        with gradients, by each backend
+                        with gradients, a first call of that length and a second
     all keys …          expanded from latents under way, of a quarter of the tokens; then of all, forward + backward,
                         where 17 times what the quarter took is left of --limit
 
@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -68,50 +69,57 @@ def check(cp: ring_la.ContextParallel, forms: list[str]) -> Iterator[tuple[str, 
     exact = [t.double().requires_grad_() for t in x]
     o = ring_la.mla(*exact, chosen=whole, backend="torch").o
     want = [o.detach(), *torch.autograd.grad(o, exact, do.double())]
-    for form in forms:
+    for form, strategy in product(forms, ("ring", "all_gather")):
         leaves = [(layout.shard(t) if i < 3 else t).clone().requires_grad_() for i, t in enumerate(x)]
         with patch.object(latents, "AT_ONCE", 1000):
-            o = ring_la.mla(*leaves, chosen=mine, layout=layout, backend=form).o
+            o = ring_la.mla(*leaves, chosen=mine, layout=layout, backend=form, strategy=strategy).o
             got = [o, *torch.autograd.grad(o, leaves, layout.shard(do).to(o.dtype))]
         all_of = [layout.gather(t.detach()) for t in got[:4]]
         all_of += [cp.comm.all_reduce(t.float()).wait() for t in got[4:]]
         names = ("o", "dq", "dlatent", "dk_rope", "dw_uk", "dw_uv")
-        yield form, {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, all_of, want)}
+        yield (
+            f"{strategy}, {form}",
+            {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, all_of, want)},
+        )
 
 
 def ways(cp: ring_la.ContextParallel, args: argparse.Namespace, left: Left) -> Iterator[tuple[str, Row]]:
     """Milliseconds and memory of each way."""
-    n, forms, layout = args.tokens, args.forms, cp.layout(args.tokens * cp.size, "zigzag")
+    forms, layout = args.forms, cp.layout(args.tokens * cp.size, "zigzag")
     chosen = choose(layout.tokens().cuda(), args.chosen)
+    for strategy in args.strategies:
+        for form in forms:
+            step = attending(cp, layout, args, chosen=chosen, backend=form, strategy=strategy)
+            yield row(cp, f"{strategy}, {form}", step, left, args.warm)
+            if cp.size > 1 and strategy == args.strategies[0]:
+                yield row(cp, f"ideal, {form}", at_hand(cp, args, chosen, form), left, args.warm)
+    yield from indexed(cp, layout, args, chosen, left)
+    del chosen
+    quarter = cp.layout(args.tokens // 4 * cp.size, "zigzag")
+    name, one = row(cp, f"all keys of {quarter.seq_len}", attending(cp, quarter, args, form="expanded"), left)
+    yield name, one
+    enough = 17e-3 * one["ms"] if isinstance(one["ms"], float) else 1e9
+    step = attending(cp, layout, args, form="expanded")
+    yield row(cp, f"all keys of {layout.seq_len}", step, lambda: left() - enough, 0)
+
+
+def indexed(
+    cp: ring_la.ContextParallel, layout: ring_la.ShardedLayout, args: argparse.Namespace, chosen: Tensor, left: Left
+) -> Iterator[tuple[str, Row]]:
+    """Rows of the choice and of its loss."""
     few = cp.layout(COMPILED, "zigzag")  # compiles: lists are as long as of all tokens
     of_few = choose(few.tokens().cuda(), args.chosen)
     for step in (indexing(few), indexing(few, fp8=True), *(learning(few, args.heads, of_few, b) for b in LOSSES)):
         step()
-    yield row("index", indexing(layout), left, 0)
-    yield row("index, 8 bits", indexing(layout, fp8=True), left, 0)
+    yield row(cp, "index", indexing(layout), left)
+    yield row(cp, "index, 8 bits", indexing(layout, fp8=True), left)
     for backend in LOSSES:
-        yield row(f"index, its loss, {backend}", learning(layout, args.heads, chosen, backend), left, 0)
-    for form in forms:
-        step = attending(cp, layout, args, chosen=chosen, backend=form, strategy="ring")
-        yield row(f"ring, {form}", step, left, args.warm)
-        if cp.size > 1:
-            yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left, args.warm)
-    if args.all_gather:
-        for form in forms:
-            how = dict(chosen=chosen, backend=form, strategy="all_gather")
-            yield row(f"all_gather, {form}", attending(cp, layout, args, **how), left)
-    del chosen
-    quarter = cp.layout(n // 4 * cp.size, "zigzag")
-    for back in (False, True):
-        step = attending(cp, quarter, args, back, form="expanded")
-        name, one = row(f"all keys of {quarter.seq_len}, {'both' if back else 'forward'}", step, left)
-        yield name, one
-    enough = 17e-3 * one["ms"] if isinstance(one["ms"], float) else 1e9
-    step = attending(cp, layout, args, form="expanded")
-    yield row(f"all keys of {layout.seq_len}, both", step, lambda: left() - enough, 0)
+        step = learning(layout, args.heads, chosen, backend)
+        for call in ("first", "second"):
+            yield row(cp, f"index, its loss, {backend}, {call} call", step, left, 0)
 
 
-def row(name: str, step: Callable[[], None], left: Left, warm: int = 1) -> tuple[str, Row]:
+def row(cp: ring_la.ContextParallel, name: str, step: Callable[[], None], left: Left, warm: int = 1) -> tuple[str, Row]:
     """One call, after `warm` others; which are not made where the time is over."""
     if left() < 0:
         return name, dict(ms="not begun: the limit")
@@ -119,21 +127,21 @@ def row(name: str, step: Callable[[], None], left: Left, warm: int = 1) -> tuple
         step()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    held, sent = torch.cuda.memory_allocated(), cp.comm.bytes_sent
     (ms,) = once_each([step])
-    return name, dict(ms=ms, GiB=(torch.cuda.max_memory_allocated() - held) / 2**30)
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+    return name, dict(ms=ms, GiB=peak, GB_by_messages=(cp.comm.bytes_sent - sent) / 1e9)
 
 
 def attending(
-    cp: ring_la.ContextParallel, layout: ring_la.ShardedLayout, args: argparse.Namespace, back: bool = True, **how: Any
+    cp: ring_la.ContextParallel, layout: ring_la.ShardedLayout, args: argparse.Namespace, **how: Any
 ) -> Callable[[], None]:
-    """`mla` over a layout."""
-    x = [t.requires_grad_(back) for t in draw(1, layout.local_length, args.heads, cp.rank)]
+    """`mla` over a layout, forward and backward."""
+    x = [t.requires_grad_() for t in draw(1, layout.local_length, args.heads, cp.rank)]
 
     def step() -> None:
         o = ring_la.mla(*x, layout=layout, **how).o
-        if back:
-            torch.autograd.grad(o, x, o.detach())
+        torch.autograd.grad(o, x, o.detach())
 
     return step
 
@@ -204,7 +212,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["check", "ways", "loads"])
     parser.add_argument("--forms", nargs="+", default=["triton_sorted"], help="of the kernels for chosen keys")
     parser.add_argument("--warm", type=int, default=1, help="calls before the one that counts, of chosen keys")
-    parser.add_argument("--all-gather", action="store_true", help="also with all latents gathered")
+    parser.add_argument("--strategies", nargs="+", default=["auto"], help="of chosen keys: auto, ring, all_gather")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -13,8 +13,8 @@ from pathlib import Path
 from ..choices import LayoutKind
 from ..layout import Layout
 from ..scan import Chain, CostModel
-from ..softmax.strategies.schedule import LARGEST
 from ..training.flops import pairs
+from . import chosen_keys
 from .cluster import Cluster
 from .rates import GROUPED, Rates
 from .workload import BlockWork, Workload
@@ -116,7 +116,7 @@ def fastest(lines: Sequence[Prediction]) -> Prediction | None:
 def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     """Step time and memory with a sequence split over P of `gpus` GPUs."""
     work, rates, cluster = setting.work, setting.rates, setting.cluster
-    tokens = setting.length / P
+    tokens, where = setting.length / P, (setting.length, P, cluster.per_node)
     model = cluster.model(P, rates) if P > 1 else None
     chain = Chain.of(Layout(setting.length, setting.layout, P, 0)) if P > 1 else None
     compute = ends(setting, tokens) + update(setting, gpus)
@@ -133,13 +133,16 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
             by_name = model.predict(chain, block.state, setting.backward)
             strategies[block.layer] = min(by_name, key=by_name.__getitem__)
             exchange += times * by_name[strategies[block.layer]]
+        elif chosen_keys.gathers(block, *where):
+            attention += times * chosen_keys.gathering(model, block, setting.length, P, setting.backward)
         else:
             attention += times * max(0.0, rotation(setting, model, block, tokens, P) - own)
     weights = max(0.0, sharding(setting, gpus, 1 - 1 / P if setting.spread else 0.0) - compute)
     moved = sum(_kept(setting, block, tokens) for block in work.blocks) if setting.offload else 0.0
     seconds = max(compute + exchange + attention + weights, 2 * moved / HOST)
     boxes = max(mailboxes(setting, block, tokens, P) for block in work.blocks)
-    memory = held(setting, gpus, tokens) + boxes
+    gathered = max(chosen_keys.at_hand(block, *where, setting.backward) for block in work.blocks)
+    memory = held(setting, gpus, tokens) + boxes + gathered
     fits = memory <= setting.memory and moved <= setting.host_memory
     parts = compute, exchange, attention, weights
     return Prediction(gpus, P, seconds, *parts, memory, boxes, fits, tokens / seconds, strategies)
@@ -198,20 +201,9 @@ def attended(setting: Setting, block: BlockWork, tokens: float, backward: bool) 
         rows = tokens if block.window < 0 else min(tokens, block.window + 1)
         return rates.attention(operations, backward, rows, block.K)
     width, read = block.kv / 2, tokens * pairs(setting.length, block.chosen - 1) / setting.length
-    rounds = _rounds(round(setting.length / tokens), setting.cluster.per_node)
+    rounds = chosen_keys.rounds(block, setting.length, round(setting.length / tokens), setting.cluster.per_node)
     seconds = rates.chosen(read, width, block.heads, backward, rounds) + rates.index(tokens, seen, *block.indexed)
     return seconds + (rates.index_loss(read, width, block.indexed[1]) if backward else 0.0)
-
-
-def _rounds(P: int, per_node: int) -> int:
-    """Blocks of latents that a rank's queries go to: on one host its own, those of one owner, of two, of four …
-    (`softmax/strategies/copied.py`), else one of each rank."""
-    if P > per_node:
-        return P
-    left, owners, rounds = P - 1, 1, 1
-    while left > 0:
-        left, owners, rounds = left - owners, min(LARGEST, 2 * owners), rounds + 1
-    return rounds
 
 
 def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:
@@ -235,7 +227,8 @@ def _shown(block: BlockWork, tokens: float, P: int) -> float:
 def mailboxes(setting: Setting, block: BlockWork, tokens: float, P: int) -> float:
     """Bytes of symmetric memory for keys and values of other ranks and for gradients that come from there, at most
     (`softmax/strategies/mailbox.py`); gradients of chosen latents are fp32. Layers use the same, one after another."""
-    if block.recurrence or not block.kv or not 1 < P <= setting.cluster.per_node:
+    here = 1 < P <= setting.cluster.per_node and bool(block.kv) and not block.recurrence
+    if not here or chosen_keys.gathers(block, setting.length, P, setting.cluster.per_node):
         return 0.0
     gradients = (2 if block.chosen else 1) if setting.backward else 0
     return (1 + gradients) * (P - 1) * block.kv * _shown(block, tokens, P)

@@ -116,12 +116,17 @@ def with_gradients(
     if loss.numel():
         launch(
             loss_and_gradients, (T, B), q, k, w, attention_q, ak, chosen, rows.tokens, rows.starts,
-            loss, dq, dk, dw, float(scale), S, T, heads, D, H, *q.stride()[:3], *k.stride()[:2], *w.stride(),
-            *attention_q.stride()[:3], *ak.stride()[:2], *chosen.stride()[:2], dk.stride(0),
+            loss, dq, dk, dw, float(scale), S, T, heads, D, H, *_strides(q)[:3], *_strides(k)[:2], *_strides(w),
+            *_strides(attention_q)[:3], *_strides(ak)[:2], *_strides(chosen)[:2], _strides(dk)[0],
             KW=body, RW=A - body, BH=_padded(H), BK=_padded(body), BR=_padded(A - body), BI=_padded(heads),
             BD=_padded(D), **(TILE if max(H, heads) <= 16 else MANY), tensors="any",
         )  # fmt: skip
     return loss.sum(), dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Of one batch row its stride is 0: of many tokens it takes more than 32 bits, and another kernel."""
+    return x.stride() if len(x) > 1 else (0, *x.stride()[1:])
 
 
 def _padded(n: int) -> int:

@@ -29,7 +29,8 @@ from .options import AttentionOptions
 from .plan import AttentionMoves, Moves
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit, ring_of, share_sent
-from .strategies.choice import pick, pick_for_chosen
+from .strategies.choice import ChosenSizes, pick, pick_for_chosen
+from .strategies.schedule import most_rounds
 from .tensors import Tensors
 
 
@@ -105,8 +106,8 @@ class AttentionCall(NamedTuple):
             heads, splits = (x.q.shape[2], x.k.shape[2]), (self.layout, self.kv_layout)
             name = pick(self.strategy, heads, x.moved, *splits, self._share_sent, self.scores.reach)
         else:
-            each = x.chosen.shape[0] * x.chosen.shape[2:].numel() * self.scores.block
-            name = pick_for_chosen(self.strategy, self.layout, self.kv_layout.seq_len, each)
+            sizes = ChosenSizes.of(x, self.layout, self.kv_layout)
+            name = pick_for_chosen(self.strategy, self.layout, sizes, self.scores.block, self._rounds)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self.planned(x, place, name) if place.heads is None else self._grouped(x, place, name)
 
@@ -124,6 +125,11 @@ class AttentionCall(NamedTuple):
         """What a ring sends of all keys to all other ranks."""
         place = KnownCalls.of(self.layout).placement("ring", self.layout, self.kv_layout)
         return share_sent(place.rows, place.keys, self.scores.reach, place.ring)
+
+    def _rounds(self) -> int:
+        """Rounds that a copied ring has behind a rank's own keys."""
+        place = KnownCalls.of(self.layout).placement("ring", self.layout, self.kv_layout)
+        return most_rounds(place.rows, place.keys, self.scores.reach)
 
     def planned(self, x: Tensors, place: Any, name: str, first: int = 0) -> AttentionMoves:
         """The plan where it is known how ranks meet, of heads that are numbered from `first` on in the model."""

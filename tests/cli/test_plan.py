@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_la.cli import plan, prediction, rates
+from ring_la.cli import chosen_keys, plan, prediction, rates
 from ring_la.cli.cluster import Cluster
 from ring_la.cli.main import main
 from ring_la.cli.rates import DEVICES, H200, SHEETS, Rates
@@ -140,10 +140,26 @@ def test_chosen_keys_on_several_ranks_take_more_than_their_share():
     block = Workload.of(HybridConfig(64, 2048, ["dsa"], num_heads=16, options=options)).blocks[0]
     keys, width = T / 4 * pairs(T, block.chosen - 1) / T, block.kv / 2
     assert H200.chosen(keys, width, 16, True) == pytest.approx(1.604, rel=0.03)
-    assert [prediction._rounds(P, 8) for P in (1, 2, 4, 8, 16)] == [1, 2, 3, 4, 16]
     assert H200.chosen(keys, width, 16, True, 3) == pytest.approx(2.331, rel=0.03)
     assert H200.index(T / 4, pairs(T) / T, *block.indexed) == pytest.approx(1.108, rel=0.03)
     assert H200.index(2**17, pairs(2**17) / 2**17, *block.indexed) == pytest.approx(0.105, rel=0.03)
+
+
+def test_chosen_latents_are_gathered_where_calls_gather_them():
+    """On one host while they are little beside what queries hold; over several always."""
+    T, options = 2**20, dict(dsa=dict(topk=2048, index_heads=4, index_dim=128, head_dim=128, rope_dim=64))
+    work = Workload.of(HybridConfig(64, 2048, ["dsa"], num_heads=16, options=options))
+    (block,) = work.blocks
+    assert [chosen_keys.rounds(block, T, P, 16) for P in (1, 2, 4, 8, 16, 32)] == [1, 1, 1, 1, 6, 1]
+    assert [chosen_keys.rounds(replace(block, chosen=8), T, P, 8) for P in (2, 4)] == [2, 3]  # soon gone through
+    model, others = CLUSTER.model(4, H200), 3 / 4 * T * block.kv
+    took = chosen_keys.gathering(model, block, T, 4, True)
+    assert took == 2 * model.gather(others) + model.exchange(2 * others)
+    one = prediction.Setting(work, H200, replace(CLUSTER, per_node=16), T, memory=H200.memory)
+    four, ring = (prediction.predict(one, P, P) for P in (4, 16))
+    assert (four.attention, four.mailboxes) == (took, 0)
+    assert ring.mailboxes == prediction.mailboxes(one, block, T / 16, 16) > 0
+    assert four.memory == prediction.held(one, 4, T / 4) + 3 * T * block.kv
 
 
 def test_mailboxes_hold_others_keys_and_gradients_where_ranks_share_a_host():
@@ -154,7 +170,10 @@ def test_mailboxes_hold_others_keys_and_gradients_where_ranks_share_a_host():
     kv = setting("attention").work.blocks[0].kv
     assert boxes("attention", 1024, 4) == 2 * 3 * kv * 1024
     assert boxes("attention", 1024, 4, backward=False) == 3 * kv * 1024
-    assert boxes("dsa", 1024, 4) == 3 * 3 * setting("dsa").work.blocks[0].kv * 1024, "gradients of latents are fp32"
+    few = replace(setting("dsa", length=4096).work.blocks[0], chosen=1)  # which a ring sends
+    assert prediction.mailboxes(setting("dsa", length=4096), few, 1024, 4) == 3 * 3 * few.kv * 1024, (
+        "gradients are fp32"
+    )
     assert boxes("gdn", 1024, 4) == boxes("attention", 1024, 1) == boxes("attention", 1024, 16) == 0
     split = prediction.predict(setting("attention", length=4096), 4, 4)
     assert split.mailboxes == boxes("attention", 1024, 4) < split.memory

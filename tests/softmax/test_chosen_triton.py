@@ -114,3 +114,25 @@ def test_the_loss_of_an_indexer_is_that_of_pytorch(H, A, heads):
     want = lightning._with_gradients(*wide, chosen, aq.double(), ak.double(), A**-0.5, rows)
     errors = [error(a.double(), b) for a, b in zip(got, want)]
     assert max(errors) < 1e-3, errors
+
+
+def test_the_loss_is_one_kernel_for_few_tokens_and_many(monkeypatch):
+    """Of 262,144 queries of 16 heads on latents one batch row has more numbers than 32 bits count."""
+    from types import SimpleNamespace
+
+    from ring_la.indexers import loss_kernel
+    from ring_la.kernels.runtime.triton_version import class_of
+
+    launched = []
+    monkeypatch.setattr(loss_kernel, "launch", lambda kernel, grid, *x, **constants: launched.append((x, constants)))
+    for T in (16384, 262144):
+
+        def given(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        index = given(1, T, 4, 128), given(1, 4 * T, 128), given(1, T, 4), given(1, T, 2048, dtype=torch.int32)
+        rows = SimpleNamespace(tokens=given(T, dtype=torch.int64), starts=given(T, dtype=torch.int64))
+        loss_kernel.with_gradients(*index, given(1, T, 16, 576), given(1, 4 * T, 1, 576), 0.1, rows)
+    few, many = ([(class_of(y, False), type(y)) for y in x if not isinstance(y, torch.Tensor)] for x, _ in launched)
+    assert few == many
+    assert launched[0][1] == launched[1][1]

@@ -95,7 +95,7 @@ def test_keys_are_expanded_some_at_a_time(monkeypatch):
         sizes.append(latent.shape[1])
         return whole(self, latent, rotary)
 
-    monkeypatch.setattr(latents, "LEAST_KEYS", 16)
+    monkeypatch.setattr(latents, "NUMBERS", 0)
     monkeypatch.setattr(latents.Expanded, "_expand", expand)
     got = run(ring_la.mla, case, form="expanded")
     assert all(error(got[n], x) < 1e-9 for n, x in want.items())

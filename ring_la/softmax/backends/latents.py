@@ -22,12 +22,15 @@ from ...choices import LatentForm
 from ..geometry import Pair
 from ..geometry.stretches import stretches_of_keys
 from ..merging import Gradients, Partial, Sum, wide
+from ..products import product
 from ..scores import Scores
 from .backend import AttentionBackend, QueryRows
 from .chosen import ChosenBackend
 
-LEAST_KEYS = 4096
-"""Keys that are expanded at once, if they are not more than the queries."""
+NUMBERS = 1 << 27
+"""Numbers of keys, but for rotary parts, and values that are expanded at once, if these are not more keys than queries:
+0.27 GB in 16 bits, and as much of gradients. Of 16 heads of DeepSeek's widths 32,768 keys, so that one kernel takes two
+owners' at 16,384 tokens a rank."""
 AT_ONCE = 65536
 """Queries that have chosen their keys and are absorbed at once: each is L + R numbers a head then, several times."""
 TOKENS = 8192
@@ -79,34 +82,38 @@ class Expanded(LatentBackend):
             grads = Gradients(out.dq, *map(Sum.like, made))
             self.inner.backward(x, *made, scores, met, grads)
             del made
-            dtype = self._dtype(latent.dtype)
-            dlatent, drotary = self._fold(grads.dk.result(dtype), grads.dv.result(dtype), latent)
-            out.dk.add(dlatent, keys)
-            out.dv.add(drotary, keys)
+            parts = (grad.stretches(self._dtype(latent.dtype)) for grad in (grads.dk, grads.dv))
+            for (a, b, dk), (c, d, dv) in zip(*parts):
+                assert (a, b) == (c, d)  # kernels add to both
+                dlatent, drotary = self._fold(dk, dv, latent[:, a:b])
+                out.dk.add(dlatent, slice(keys.start + a, keys.start + b))
+                out.dv.add(drotary, slice(keys.start + a, keys.start + b))
 
     def _stretches(self, pair: Pair) -> list[tuple[slice, Pair]]:
         if self.inner.fixed_keys:
             return [(slice(0, len(pair.keys)), pair)]
-        return stretches_of_keys(pair, max(LEAST_KEYS, len(pair.rows)))
+        each = self.up_k.shape[0] * (self.up_k.shape[1] + self.up_v.shape[1])
+        return stretches_of_keys(pair, max(NUMBERS // each, len(pair.rows)))
 
     def _expand(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[B, n, H, N + R]`` and values ``[B, n, H, V]`` of ``latent [B, n, L]`` and ``rotary [B, n, R]``."""
-        (H, N, _), (B, n, R) = self.up_k.shape, rotary.shape
+        (H, N, L), (B, n, R) = self.up_k.shape, rotary.shape
         k = latent.new_empty(B, n, H, N + R)
-        k[..., :N] = (latent @ self.up_k.flatten(0, 1).mT).unflatten(-1, (H, N))
+        for x, into in zip(latent, k):  # products go to where they belong: no copy
+            torch.bmm(x.expand(H, n, L), self.up_k.mT, out=into[..., :N].transpose(0, 1))
         k[..., N:] = rotary[:, :, None]
         return k, (latent @ self.up_v.flatten(0, 1).mT).unflatten(-1, (H, -1))
 
     def _fold(self, dk: Tensor, dv: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of latents ``[B, n, 1, L]`` and rotary parts ``[B, n, 1, R]`` from those of keys and values."""
-        N, dtype = self.up_k.shape[1], dk.dtype
-        dkn, dv = dk[..., :N].flatten(2), dv.flatten(2)  # [B, n, H·N], [B, n, H·V]
+        (B, n), N, dtype = dk.shape[:2], self.up_k.shape[1], dk.dtype
+        dkn, of_v = dk[..., :N].reshape(B * n, -1), dv.reshape(B * n, -1)
         dlatent = dkn @ self.up_k.flatten(0, 1).to(dtype)
-        dlatent += dv @ self.up_v.flatten(0, 1).to(dtype)
-        flat = latent.reshape(-1, latent.shape[-1]).to(dtype)
-        for total, grad in ((self.dup_k, dkn), (self.dup_v, dv)):
-            total += (grad.flatten(0, 1).mT @ flat).view_as(total)
-        return dlatent[:, :, None], dk[..., N:].sum(2, keepdim=True, dtype=wide(dtype)).to(dtype)
+        dlatent.addmm_(of_v, self.up_v.flatten(0, 1).to(dtype))
+        flat = latent.reshape(B * n, -1).to(dtype)[None]
+        for total, grad in ((self.dup_k, dkn), (self.dup_v, of_v)):
+            total += product(grad.mT[None], flat).view_as(total)
+        return dlatent.view(B, n, 1, -1), dk[..., N:].sum(2, keepdim=True, dtype=wide(dtype)).to(dtype)
 
 
 class Absorbed(LatentBackend):
@@ -124,10 +131,7 @@ class Absorbed(LatentBackend):
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
         keys, strips = self._keys(k, v), self._strips(pair)
         for rows, met, inner in strips:
-            self._backward(inner, x.cut(rows), keys, scores, met, out, rows)
-            if len(strips) > 1:  # gradients of all keys, once for each strip: put together now
-                out.dk.wide()
-                out.dv.wide()
+            _take(out, self._backward(inner, x.cut(rows), keys, scores, met, out.dq, rows), len(strips) > 1)
 
     def _strips(self, pair: Pair) -> list[tuple[slice, Pair, AttentionBackend]]:
         """Queries, where they stand against the keys, and the kernel for them."""
@@ -148,14 +152,15 @@ class Absorbed(LatentBackend):
         keys: Tensor,
         scores: Scores,
         pair: Pair,
-        out: Gradients,
+        out: Sum,
         some: slice,
-    ) -> None:
-        """The gradients of some queries, ``keys [B, n, 1, L + R]``."""
+    ) -> tuple[Tensor, ...]:
+        """Add the gradients of some queries to `out`; those of latents and rotary parts, if there are any, of
+        ``keys [B, n, 1, L + R]``."""
         N, L = self.up_k.shape[1:]
         part = self._part(inner, x.q, keys, scores, pair)
         if part.empty:
-            return
+            return ()
         o, lse = part.result()
         share = torch.exp(lse - torch.where(torch.isneginf(x.lse), torch.inf, x.lse))  # of these keys
         low = o.mul_(share.mT[..., None])  # it is ours, and large
@@ -164,14 +169,13 @@ class Absorbed(LatentBackend):
         rows, values = QueryRows(self._lower(x.q), low, do, x.lse, delta), keys[..., :L]
         grads = Gradients.of(rows.q, keys, values)
         inner.backward(rows, keys, values, scores, pair, grads)
-        dtype = self._dtype(keys.dtype)
-        dq, dk, dv = (g.result(dtype) for g in (grads.dq, grads.dk, grads.dv))
-        dlow, q = dq[..., :L], x.q[..., :N]
-        out.dq.add(torch.cat([torch.einsum("bthl,hnl->bthn", dlow, self.up_k.to(dtype)), dq[..., L:]], -1), some)
-        out.dk.add(dk[..., :L] + dv)
-        out.dv.add(dk[..., L:])
-        self.dup_k += torch.einsum("bthn,bthl->hnl", q.to(dtype), dlow)
-        self.dup_v += torch.einsum("bthv,bthl->hvl", x.do, low)
+        dq, dk = grads.dq.result(grads.dq.given), grads.dk.result(self._dtype(keys.dtype))
+        dlow = dq[..., :L]
+        out.add(torch.cat([torch.einsum("bthl,hnl->bthn", dlow, self.up_k.to(dq.dtype)), dq[..., L:]], -1), some)
+        self.dup_k += _over_tokens(x.q[..., :N], dlow)
+        self.dup_v += _over_tokens(x.do, low)
+        dlatent = dk[..., :L]
+        return dlatent if grads.dv.empty else dlatent + grads.dv.result(dk.dtype), dk[..., L:]
 
     def _rounded_apart(self, do: Tensor, low_do: Tensor, low: Tensor) -> Tensor:
         """``do'·o' − do·o`` of these keys ``[B, H, T]``: nothing but rounding. Δ comes from o and do, what it is taken
@@ -201,6 +205,19 @@ class Absorbed(LatentBackend):
     @staticmethod
     def _keys(k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([k, v], -1)
+
+
+def _take(out: Gradients, found: tuple[Tensor, ...], several: bool) -> None:
+    """Add gradients of all keys. Where several are to come, put them together now: they are as long as the keys."""
+    for total, grad in zip((out.dk, out.dv), found):
+        total.add(grad if several else grad.contiguous())  # as copy engines take it
+        if several:
+            total.wide()
+
+
+def _over_tokens(x: Tensor, y: Tensor) -> Tensor:
+    """``Σ_t x_th y_thᵀ``, wide ``[H, M, N]``, of ``[B, T, H, M]`` and ``[B, T, H, N]``."""
+    return product(x.flatten(0, 1).permute(1, 2, 0), y.flatten(0, 1).transpose(0, 1))
 
 
 def _dots(x: Tensor, y: Tensor) -> Tensor:

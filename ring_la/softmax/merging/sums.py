@@ -25,6 +25,16 @@ class Sum:
         """An empty sum for the gradient of `x`."""
         return cls(x.shape, x.dtype, x.device)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been added yet."""
+        return not self._parts
+
+    @property
+    def given(self) -> torch.dtype:
+        """The dtype of the one part there is; wide where there are others to be added up."""
+        return self._parts[0].x.dtype if len(self._parts) == 1 else self.dtype
+
     def add(self, part: Tensor, rows: slice | Tensor = slice(None)) -> None:
         """Add to some rows. Rows may be given by number, also repeatedly."""
         if isinstance(rows, Tensor):

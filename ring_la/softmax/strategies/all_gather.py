@@ -6,6 +6,9 @@ rank the parts of its keys' gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -45,25 +48,53 @@ def gather_keys(job: AttentionJob, k: Tensor, v: Tensor) -> Pending:
     pending = job.group.all_gather(padded)
 
     def unpack() -> tuple[Tensor, Tensor]:
-        parts = []
-        for n, flat in zip(tokens, pending.wait()):
-            size = KeyValues.size(n, k, v)
-            parts.append(KeyValues(flat[:size], n, k, v))
-        keys, values = (torch.cat(x, 1) for x in ([p.k for p in parts], [p.v for p in parts]))
-        return _ordered(keys, job.order), _ordered(values, job.order)
+        came, places = pending.wait(), _places(job)
+        keys, values = (x.new_empty(x.shape[0], sum(tokens), *x.shape[2:]) for x in (k, v))
+        for n, at, flat in zip(tokens, places, came):
+            part = KeyValues(flat[: KeyValues.size(n, k, v)], n, k, v)
+            _put(keys, at, part.k)
+            _put(values, at, part.v)
+        return keys, values
 
     return Pending(unpack)
 
 
+def _places(job: AttentionJob) -> Sequence[slice | Tensor]:
+    """For each rank the rows of ``job.all_keys`` that its keys are."""
+    tokens = [len(keys) for keys in job.keys]
+    if job.order is None:
+        return [slice(end - n, end) for n, end in zip(tokens, accumulate(tokens))]
+    numbers = torch.arange(len(job.order), device=job.order.device)
+    return list(torch.empty_like(job.order).index_copy_(0, job.order, numbers).split(tokens))
+
+
+def _put(out: Tensor, at: slice | Tensor, rows: Tensor) -> None:
+    if isinstance(at, slice):
+        out[:, at] = rows
+    else:
+        out.index_copy_(1, at, rows)
+
+
+def _take(out: Tensor, x: Tensor, at: slice | Tensor) -> None:
+    if isinstance(at, slice):
+        out.copy_(x[:, at])
+    else:
+        torch.index_select(x, 1, at, out=out)
+
+
 def _scatter(job: AttentionJob, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Pending:
     """Post: each rank's part of the gradients to it; the result is what came for this rank, of each rank."""
-    dk, dv = (_unordered(x, job.order) for x in (dk, dv))
     if job.size == 1:
-        return Pending(lambda: [KeyValues.of(dk, dv)])
+        return Pending(lambda: [KeyValues.of(*(_unordered(x, job.order) for x in (dk, dv)))])
     tokens = [len(keys) for keys in job.keys]
-    parts = [KeyValues.of(a, b).flat for a, b in zip(dk.split(tokens, 1), dv.split(tokens, 1))]
-    own = parts[job.rank].numel()
-    pending = job.group.all_to_all_uneven(torch.cat(parts), [len(p) for p in parts], [own] * job.size)
+    sizes = [KeyValues.size(n, k, v) for n in tokens]
+    message = dk.new_empty(sum(sizes))
+    for at, n, flat in zip(_places(job), tokens, message.split(sizes)):  # one message: no copies of parts in between
+        part = KeyValues(flat, n, k, v)
+        _take(part.k, dk, at)
+        _take(part.v, dv, at)
+    own = sizes[job.rank]
+    pending = job.group.all_to_all_uneven(message, sizes, [own] * job.size)
 
     return Pending(lambda: [KeyValues(flat, k.shape[1], k, v) for flat in pending.wait().view(job.size, own)])
 

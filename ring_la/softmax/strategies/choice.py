@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ...context import ShardedLayout
 from ..geometry import Reach
+from ..merging import wide
+from ..tensors import Tensors
 from .schedule import LARGEST
 
 BALANCE = 1800.0
@@ -15,6 +18,12 @@ CLEARLY = 0.9
 """Another way than the ring is taken for less than so much of its time."""
 BYTES = 2
 """Of a number that travels; the balance is that of kernels on halves."""
+COPIED = 365e9
+"""Bytes a second between two GPUs of a host, as in `BALANCE`."""
+PASSED = 0.68e-9
+"""Seconds that a round of a ring behind the first adds for each choice, in both passes: 2.33 s in three rounds beside
+1.60 with all latents at hand, 262,144 queries of 2,048 choices, on four H200 (benchmarks/results/sparse-h200x4.json).
+With blocks of keys it is more."""
 
 
 def pick(
@@ -94,15 +103,60 @@ def ulysses_time(p: int, work: float, queries: float, keys: float) -> float:
     return work + 2 * BYTES * (queries + keys) / p * (p - 1) / p
 
 
-def pick_for_chosen(strategy: str, layout: ShardedLayout, keys: int, each: int) -> str:
-    """The strategy where queries choose `each` of `keys` keys.
+class ChosenSizes(NamedTuple):
+    """Of a call whose queries choose their keys; the same on every rank.
 
-    The ring where it copies from memory to memory, and no host waits. Else chosen keys alone, where a rank's queries
-    together cannot choose half of all; else all are gathered: one call with all keys goes through a query's choices
-    once, a ring once for every rank.
+    Attributes:
+        queries: of the rank that has most. choices: that one of them names, of all heads and batch rows.
+        held: bytes that it takes in both passes: itself, its result, their gradients, its choice.
+        keys: of the whole sequence. key, gradient: bytes of one that travels, and of its gradient on the way.
+    """
+
+    queries: float
+    choices: float
+    held: float
+    keys: float
+    key: float
+    gradient: float
+
+    @classmethod
+    def of(cls, x: Tensors, layout: ShardedLayout, kv_layout: ShardedLayout) -> ChosenSizes:
+        """Of a call's tensors."""
+        assert x.chosen is not None
+        choices = x.chosen.shape[0] * x.chosen.shape[2:].numel()
+        of_query, half = (x.q.shape[0] * numbers for numbers in x.moved)
+        of_result = x.q.shape[0] * x.q.shape[2] * x.value_width
+        one = x.k.element_size()
+        held = 2 * one * (of_query + of_result) + choices * x.chosen.element_size()
+        gradient = 2 * half * wide(x.k.dtype).itemsize
+        return cls(max(layout.lengths), choices, held, kv_layout.seq_len, 2 * half * one, gradient)
+
+    def gathers(self, p: int, rounds: int) -> bool:
+        """Whether p ranks gather all keys where they could copy them from memory to memory.
+
+        It saves all rounds of a ring behind a rank's own keys. What is gathered, with its gradients, is to be no more
+        than what a rank's queries hold: so memory goes with these, not with the sequence.
+        """
+        if self.keys * (self.key + self.gradient) > self.queries * self.held:
+            return False
+        moved = self.keys * (2 * self.key + self.gradient) * (p - 1) / p
+        return moved / COPIED < rounds * self.queries * self.choices * PASSED
+
+
+def pick_for_chosen(
+    strategy: str, layout: ShardedLayout, sizes: ChosenSizes, block: int, rounds: Callable[[], int]
+) -> str:
+    """The strategy where queries choose keys, or `block` keys at once.
+
+    One call with all keys goes through a query's choices once, a ring once for each round. So keys are gathered, but
+    where GPUs copy from memory to memory and `ChosenSizes.gathers` has the ring, and where they do not and a rank's
+    queries together cannot choose half of all: then these alone travel, and the host waits for how many.
+
+    Args:
+        rounds: that a copied ring has behind a rank's own keys, asked where it decides.
     """
     if strategy != "auto" or layout.cp.size == 1:
         return "all_gather" if strategy == "auto" else strategy
     if layout.cp.comm.copies:
-        return "ring"
-    return "chosen" if 2 * max(layout.lengths) * each <= keys else "all_gather"
+        return "all_gather" if sizes.gathers(layout.cp.size, rounds()) else "ring"
+    return "chosen" if 2 * sizes.queries * sizes.choices * block <= sizes.keys else "all_gather"

@@ -105,16 +105,9 @@ class Schedule:
         return list(self._inboxes[owner].values())
 
     def _rounds(self, rank: int, needs: list[Stretches]) -> list[list[KeyRun]]:
-        """The nearest owner to the left, the next two, the next four …, and more in a round while their keys are few
-        (windows, documents); in each round spans in the sequence's order."""
-        owners = [s for n in range(1, self.size) if needs[s := (rank - n) % self.size]]
-        out, doubling, few = [], 1, len(self._keys[rank]) * FEW
-        while owners:
-            keys = list(accumulate(sum(b - a for a, b in needs[s]) for s in owners))
-            n = max(doubling, bisect_right(keys, few))
-            out.append(self._in_order([(s, a, b) for s in owners[:n] for a, b in needs[s]]))
-            owners, doubling = owners[n:], min(LARGEST, 2 * doubling)
-        return out
+        """The spans of each round, in the sequence's order."""
+        rounds = owners_by_round(rank, needs, len(self._keys[rank]))
+        return [self._in_order([(s, a, b) for s in owners for a, b in needs[s]]) for owners in rounds]
 
     def _in_order(self, stretches: list[tuple[int, int, int]]) -> list[KeyRun]:
         """Stretches of owners' keys in the sequence's order, cut where another owner's keys stand between."""
@@ -154,6 +147,24 @@ class Schedule:
         sent = (x for (sender, _), x in self._inboxes[span.owner].items() if sender == rank)
         whole = next(x for x in sent if x.start <= span.start < x.stop)
         return KeyRun(span.owner, span.start, span.stop, whole.place + span.start - whole.start)
+
+
+def owners_by_round(rank: int, needs: list[Stretches], own: int) -> Iterator[list[int]]:
+    """Owners whose keys a rank with `own` keys computes on at once: the nearest to the left, the next two, the next
+    four …, and more in a round while their keys are few (windows, documents)."""
+    size, doubling = len(needs), 1
+    owners = [s for n in range(1, size) if needs[s := (rank - n) % size]]
+    while owners:
+        keys = list(accumulate(sum(b - a for a, b in needs[s]) for s in owners))
+        n = max(doubling, bisect_right(keys, own * FEW))
+        yield owners[:n]
+        owners, doubling = owners[n:], min(LARGEST, 2 * doubling)
+
+
+def most_rounds(rows: Sequence[Tokens], keys: Sequence[Tokens], reach: Reach) -> int:
+    """Rounds of the rank that has most of them."""
+    needs = needs_of(rows, keys, reach)
+    return max(len(list(owners_by_round(r, x, len(own)))) for r, (x, own) in enumerate(zip(needs, keys)))
 
 
 def needs_of(rows: Sequence[Tokens], keys: Sequence[Tokens], reach: Reach) -> list[list[Stretches]]:
