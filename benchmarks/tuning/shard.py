@@ -24,7 +24,7 @@ from torch import Tensor
 from ring_la import reference
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
-from ring_la.kernels.protocol import Backward, Border, Inputs, OutputUse
+from ring_la.kernels.protocol import Backward, Border, Inputs, OutputUse, PieceTransitions
 from ring_la.kernels.wy import gdn_launches, one_launch
 
 from ..ops.cases import Shape
@@ -59,8 +59,8 @@ class AtOnce(Border):
         self.whole, self.arrives, self.carries = (False, False), (True, True), (True, True)
         self._came = came, came_back
 
-    def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        assert A is not None
+    def dense(self, transitions: PieceTransitions | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+        assert transitions is not None
         entering.copy_(self._came[reverse])
 
     def spans(self, *args: Any, **named: Any) -> None:

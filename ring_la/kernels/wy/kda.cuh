@@ -18,7 +18,8 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`
+  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS, forward:
+                         // whether spans' transitions are 0 and not written, [count, H]
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS: spans' transitions, [count, H, K, K]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out

@@ -1,0 +1,245 @@
+"""The scan over spans of dense transitions (see `prefix`), and the product of each piece's transitions.
+
+Flags may say of some transitions that they are 0, which are not read then, and need not be written: a span behind such
+a one gets what that adds, and nothing else. So a piece falls into runs, one from its first span and one behind each
+span whose transition is 0, and runs go side by side. A product with 0 is 0, so that leaving it out changes no bit but
+where it is not: what is infinite or NaN ends at such a span, and -0 that a span adds stays -0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.kernels.protocol import PieceTransitions, SpanMaps
+from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.spans import table
+from ring_la.kernels.spans.plan import SpanPlan
+from ring_la.kernels.spans.table import cdiv, width
+from ring_la.kernels.triton.tiles import SIZES
+
+FLAGS = 64
+"""Flags that a program reads at a time."""
+
+
+@triton.jit
+def spans_of(first, n, NS, VARLEN: tl.constexpr):
+    """A piece's first span, and how many it has."""
+    if VARLEN:
+        return tl.load(first + n * 2), tl.load(first + n * 2 + 1)
+    return 0, NS
+
+
+@triton.jit
+def _block(A, k, c, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A[k, c], or A[c, k] as such."""
+    at = c[None, :] * K + k[:, None] if TRANSPOSED else k[:, None] * K + c[None, :]
+    return tl.load(A + at, (k < K)[:, None] & (c < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _flags(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr):
+    """Those at positions p of a piece, in the direction of the scan; `spans`: its first span's row."""
+    s = count - 1 - p if REVERSE else p
+    return tl.load(zero + spans + s * H, p < count, other=0)
+
+
+@triton.jit
+def _next(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+    """The first position from p on whose transition is 0; `count`: there is none."""
+    found = count
+    while (p < count) & (found == count):
+        i = p + tl.arange(0, FLAGS)
+        found = tl.min(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, count), 0)
+        p += FLAGS
+    return found
+
+
+@triton.jit
+def _last(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+    """The last position whose transition is 0; -1: there is none."""
+    found = -1
+    for p in range(0, count, FLAGS):
+        i = p + tl.arange(0, FLAGS)
+        found = tl.maximum(found, tl.max(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, -1), 0))
+    return found
+
+
+@triton.jit
+def _fold(
+    b_, A_, S0, entering, leaving, lo, count, after, end, b, n, h, column, NS, N, H: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, EYE: tl.constexpr,
+    ENTER: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """BV columns of one piece's state [K, W] under dense transitions; EYE: of the product of the transitions.
+
+    Positions behind `after`, whose transition is 0 (-1: from the piece's first on), to `end`, whose is (`count`: all).
+    """
+    k = tl.arange(0, BK)
+    j = tl.arange(0, BJ)
+    v = column * BV + tl.arange(0, BV)
+    live = (k < K)[:, None] & (v < W)[None, :]
+    at = k[:, None] * W + v[None, :]
+    own = ((b * N + n) * H + h) * K * W + at
+    begins = tl.maximum(after, 0)
+    row = (b * NS + lo + (tl.maximum(count - 1 - begins, 0) if REVERSE else begins)) * H + h
+    if EYE:
+        S = _block(A_ + row * K * K, k, v, K, REVERSE)
+        if count == 0:
+            S = (k[:, None] == v[None, :]).to(tl.float32)
+    elif HAS_S0:
+        from_ = S0 + ((b * N + n) * H + h) * K * W
+        if after >= 0:
+            from_ = b_ + row * K * W
+        S = tl.load(from_ + at, live, other=0.0)
+    else:
+        S = tl.load(b_ + row * K * W + at, live & ((after >= 0) | (end > 0)), other=0.0)
+        if ENTER:
+            tl.store(entering + row * K * W + at, tl.zeros([BK, BV], tl.float32), live & (after < 0) & (count > 0))
+    for i in range(after + 1 if HAS_S0 else begins + 1, end):
+        row = (b * NS + lo + (count - 1 - i if REVERSE else i)) * H + h
+        if ENTER or BJ < BK:
+            tl.store(entering + row * K * W + at, S, live)
+        if EYE:
+            acc = tl.zeros([BK, BV], tl.float32)
+        else:
+            acc = tl.load(b_ + row * K * W + at, live, other=0.0)
+        if BJ == BK:
+            S = tl.dot(_block(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
+        else:
+            tl.debug_barrier()
+            for m in range(0, K, BJ):
+                c = m + j
+                some = (c < K)[:, None] & (v < W)[None, :]
+                part = tl.load(entering + row * K * W + c[:, None] * W + v[None, :], some, other=0.0)
+                acc = tl.dot(_block(A_ + row * K * K, k, c, K, REVERSE), part, acc, input_precision="tf32x3")
+            S = acc
+    if ENTER:
+        if end < count:
+            row = (b * NS + lo + (count - 1 - end if REVERSE else end)) * H + h
+            tl.store(entering + row * K * W + at, S, live)
+    if end == count:
+        tl.store(leaving + own, S, live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prefix_dense_kernel(
+    b_, A_, zero, S0, entering, leaving, before, passed, gone, runs, first, NS, N, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, FLAGS: tl.constexpr, HAS_S0: tl.constexpr,
+    ENTER: tl.constexpr, STATES: tl.constexpr, MAPS: tl.constexpr, KNOWN: tl.constexpr, REVERSE: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Dense transitions A [B, NS, H, K, K]. Where A is too large for one tile (BJ < BK), its columns meet the state BJ
+    at a time, from `entering`.
+
+    STATES: the scan itself. MAPS: the product of each piece's transitions, by programs of their own, in `passed` [B, N,
+    H, K, K]; `before` [B, NS, H, K, K] is what `entering` is to states. KNOWN: `zero` [B, NS, H] says which transitions
+    are 0; MAPS then leave in `gone` [B, N, H] which products are, and of STATES that ENTER spans each run is a
+    program's: N of them of pieces, and one of each span, by its piece in the table `runs` (VARLEN).
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV if STATES else 0
+    column = tl.program_id(0)
+    n = tl.program_id(1)
+    b = (tl.program_id(2) // H).to(tl.int64)
+    h = tl.program_id(2) % H
+    s = n - N
+    works = n >= 0
+    if KNOWN and ENTER:
+        if s >= 0:
+            n = 0
+            if VARLEN:
+                works = tl.load(runs + s * 6 + 1) > tl.load(runs + s * 6)
+                n = tl.load(runs + s * 6 + 2)
+            works = works & (tl.load(zero + (b * NS + s) * H + h, works, other=0) != 0)
+    lo, count = spans_of(first, n, NS, VARLEN)
+    spans = (b * NS + lo) * H + h
+    if STATES:
+        if works & (column < NV):
+            after = -1
+            end = count
+            if KNOWN:
+                if ENTER:
+                    if s >= 0:
+                        after = lo + count - 1 - s if REVERSE else s - lo
+                    end = _next(zero, spans, after + 1, count, H, REVERSE, FLAGS)
+                else:
+                    after = _last(zero, spans, count, H, REVERSE, FLAGS)
+            _fold(
+                b_, A_, S0, entering, leaving, lo, count, after, end, b, n, h, column, NS, N, H, K, V, BK, BJ, BV,
+                HAS_S0, False, ENTER, REVERSE,
+            )  # fmt: skip
+    if MAPS:
+        if column >= NV:
+            lost = count < 0
+            if KNOWN:
+                lost = _last(zero, spans, count, H, REVERSE, FLAGS) >= 0
+                if column == NV:
+                    tl.store(gone + (b * N + n) * H + h, lost.to(tl.int32))
+            if lost:
+                _clear(passed + ((b * N + n) * H + h) * K * K, column - NV, K, BK, BV)
+            else:
+                _fold(
+                    A_, A_, A_, before, passed, lo, count, -1, count, b, n, h, column - NV, NS, N, H, K, K, BK, BJ, BV,
+                    False, True, ENTER, REVERSE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _clear(to, column, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """BV columns of a product that is 0."""
+    k = tl.arange(0, BK)
+    v = column * BV + tl.arange(0, BV)
+    tl.store(to + k[:, None] * K + v[None, :], tl.zeros([BK, BV], tl.float32), (k < K)[:, None] & (v < K)[None, :])
+
+
+class DensePrefix(NamedTuple):
+    """What `prefix_dense_kernel` fills, as far as it is there: the states leaving the pieces, the pieces' transitions;
+    states and transitions before each span, which transitions that are read in parts meet there."""
+
+    leaving: Tensor | None = None
+    transitions: PieceTransitions | None = None
+    entering: Tensor | None = None
+    before: Tensor | None = None
+
+
+def prefix_dense(
+    plan: SpanPlan, maps: SpanMaps, S0: Tensor | None, out: DensePrefix, reverse: bool = False, enter: bool = False
+) -> None:
+    """`prefix_dense_kernel` for states or transitions or both."""
+    _, _, H, _, K, V = plan.sizes
+    states, products = out.leaving is not None, out.transitions is not None
+    spans, known = plan.spans, maps.zero is not None
+    how = plan.fitting((table.PREFIX_MAPS if products else table.PREFIX)[max(64, width(K))])
+    starts = spans.pieces + (spans.count if known and enter else 0)
+    launch(
+        prefix_dense_kernel, (cdiv(V, how.block) * states + cdiv(K, how.block) * products, starts, plan.rows),
+        *filled(
+            maps.own, maps.transition, maps.zero, S0, out.entering, out.leaving, out.before,
+            *(out.transitions or (None, None)), spans.table, spans.first,
+        ),
+        spans.count, spans.pieces, H=H, K=K, V=V, BK=width(K), BJ=_part(plan), BV=how.block, FLAGS=FLAGS,
+        HAS_S0=S0 is not None, ENTER=enter, STATES=states, MAPS=products, KNOWN=known, REVERSE=reverse,
+        VARLEN=plan.packed, **how.options,
+    )  # fmt: skip
+
+
+def room_for_transitions(plan: SpanPlan, maps: SpanMaps) -> PieceTransitions:
+    """For the products of the pieces' transitions."""
+    B, _, H, _, K, _ = plan.sizes
+    known = maps.zero is not None
+    zero = plan.new(B, plan.spans.pieces, H, dtype=torch.int32) if known else None
+    return PieceTransitions(plan.new(B, plan.spans.pieces, H, K, K), zero)
+
+
+def in_parts(plan: SpanPlan) -> bool:
+    """Whether a dense transition meets the state in parts, which it finds in `entering`."""
+    return plan.dense and _part(plan) < width(plan.sizes.K)
+
+
+def _part(plan: SpanPlan) -> int:
+    """Columns of a dense transition that a scan reads at a time: all up to 128."""
+    return width(plan.sizes.K) if width(plan.sizes.K) <= 128 else 32
