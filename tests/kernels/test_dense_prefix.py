@@ -70,12 +70,15 @@ def test_products_of_pieces(B, T, cu):
     """One that has a transition of 0 is 0, and a flag says so."""
     plan, known, plain, S = drawn(B, T, cu)
     (_, want), (leaving, got) = (prefix_and_transitions(plan, maps, S) for maps in (plain, known))
-    assert torch.equal(got.A, want.A) and want.zero is None
+    assert torch.equal(got.A, want.A)
+    assert want.zero is None
     assert torch.equal(got.A, dense_transitions_of_pieces(plan, known).A)
     assert torch.equal(leaving, prefix(plan, plain, S, False)[1])
     has_spans = torch.ones(1, dtype=torch.bool) if cu is None else plan.spans.first[:, 1] > 0
     gone = (want.A == 0).flatten(-2).all(-1)
-    assert torch.equal(got.zero.bool(), gone) and gone[:, has_spans].any() and not gone[:, ~has_spans].any()
+    assert torch.equal(got.zero.bool(), gone)
+    assert gone[:, has_spans].any()
+    assert not gone[:, ~has_spans].any()
 
 
 def test_what_is_not_finite_ends_at_a_transition_of_0():
@@ -85,5 +88,6 @@ def test_what_is_not_finite_ends_at_a_transition_of_0():
     heads = dict(zip(ROWS, entering[0].unbind(1)))
     assert not heads["none"].isfinite().any()
     for name, behind in (("every", 1), ("first", 1), ("mixed", 2)):
-        assert not heads[name][:behind].isfinite().any() and heads[name][behind:].isfinite().all()
+        assert not heads[name][:behind].isfinite().any()
+        assert heads[name][behind:].isfinite().all()
     assert leaving[0, 0, 1:].isfinite().all()

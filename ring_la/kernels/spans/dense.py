@@ -1,9 +1,9 @@
 """The scan over spans of dense transitions (see `prefix`), and the product of each piece's transitions.
 
-Flags may say of some transitions that they are 0, which are not read then, and need not be written: a span behind such
-a one gets what that adds, and nothing else. So a piece falls into runs, one from its first span and one behind each
-span whose transition is 0, and runs go side by side. A product with 0 is 0, so that leaving it out changes no bit but
-where it is not: what is infinite or NaN ends at such a span, and -0 that a span adds stays -0.
+Flags may say of some transitions that they are 0, which are not read then, and need not be written: what leaves such a
+span is what it adds. States at the ends of pieces are then found from the last such span on, and a product that has one
+is not made. A product with 0 is 0, so that leaving it out changes no bit but where it is not: what is infinite or NaN
+ends at such a span, and -0 that a span adds stays -0.
 """
 
 from __future__ import annotations
@@ -70,38 +70,14 @@ def _last(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.
 
 
 @triton.jit
-def _fold(
-    b_, A_, S0, entering, leaving, lo, count, after, end, b, n, h, column, NS, N, H: tl.constexpr, K: tl.constexpr,
-    W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, EYE: tl.constexpr,
-    ENTER: tl.constexpr, REVERSE: tl.constexpr,
+def _products(
+    S, b_, A_, entering, spans, first, end, count, at, live, k, j, v, H: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, EYE: tl.constexpr, ENTER: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of one piece's state [K, W] under dense transitions; EYE: of the product of the transitions.
-
-    Positions behind `after`, whose transition is 0 (-1: from the piece's first on), to `end`, whose is (`count`: all).
-    """
-    k = tl.arange(0, BK)
-    j = tl.arange(0, BJ)
-    v = column * BV + tl.arange(0, BV)
-    live = (k < K)[:, None] & (v < W)[None, :]
-    at = k[:, None] * W + v[None, :]
-    own = ((b * N + n) * H + h) * K * W + at
-    begins = tl.maximum(after, 0)
-    row = (b * NS + lo + (tl.maximum(count - 1 - begins, 0) if REVERSE else begins)) * H + h
-    if EYE:
-        S = _block(A_ + row * K * K, k, v, K, REVERSE)
-        if count == 0:
-            S = (k[:, None] == v[None, :]).to(tl.float32)
-    elif HAS_S0:
-        from_ = S0 + ((b * N + n) * H + h) * K * W
-        if after >= 0:
-            from_ = b_ + row * K * W
-        S = tl.load(from_ + at, live, other=0.0)
-    else:
-        S = tl.load(b_ + row * K * W + at, live & ((after >= 0) | (end > 0)), other=0.0)
-        if ENTER:
-            tl.store(entering + row * K * W + at, tl.zeros([BK, BV], tl.float32), live & (after < 0) & (count > 0))
-    for i in range(after + 1 if HAS_S0 else begins + 1, end):
-        row = (b * NS + lo + (count - 1 - i if REVERSE else i)) * H + h
+    """S, which enters the span at position `first`, through those before `end`."""
+    for i in range(first, end):
+        row = spans + (count - 1 - i if REVERSE else i) * H
         if ENTER or BJ < BK:
             tl.store(entering + row * K * W + at, S, live)
         if EYE:
@@ -118,17 +94,62 @@ def _fold(
                 part = tl.load(entering + row * K * W + c[:, None] * W + v[None, :], some, other=0.0)
                 acc = tl.dot(_block(A_ + row * K * K, k, c, K, REVERSE), part, acc, input_precision="tf32x3")
             S = acc
-    if ENTER:
-        if end < count:
-            row = (b * NS + lo + (count - 1 - end if REVERSE else end)) * H + h
-            tl.store(entering + row * K * W + at, S, live)
-    if end == count:
-        tl.store(leaving + own, S, live)
+    return S
+
+
+@triton.jit
+def _fold(
+    b_, A_, zero, S0, entering, leaving, spans, count, own, column, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, FLAGS: tl.constexpr, HAS_S0: tl.constexpr,
+    EYE: tl.constexpr, ENTER: tl.constexpr, KNOWN: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """BV columns of one piece's state [K, W] under dense transitions; EYE: of the product of the transitions, none of
+    which is 0. `spans`, `own`: the rows of its first span and of its own states."""
+    k = tl.arange(0, BK)
+    j = tl.arange(0, BJ)
+    v = column * BV + tl.arange(0, BV)
+    live = (k < K)[:, None] & (v < W)[None, :]
+    at = k[:, None] * W + v[None, :]
+    behind = -1  # the position that nothing before it matters behind
+    if KNOWN and not ENTER and not EYE:
+        behind = _last(zero, spans, count, H, REVERSE, FLAGS)
+    begin = tl.maximum(behind, 0)
+    row = spans + (tl.maximum(count - 1 - begin, 0) if REVERSE else begin) * H
+    if EYE:
+        S = _block(A_ + row * K * K, k, v, K, REVERSE)
+        if count == 0:
+            S = (k[:, None] == v[None, :]).to(tl.float32)
+    elif HAS_S0:
+        from_ = S0 + own * K * W
+        if behind >= 0:
+            from_ = b_ + row * K * W
+        S = tl.load(from_ + at, live, other=0.0)
+    else:
+        S = tl.load(b_ + row * K * W + at, live & (count > 0), other=0.0)
+        if ENTER:
+            tl.store(entering + row * K * W + at, tl.zeros([BK, BV], tl.float32), live & (count > 0))
+    p = behind + 1 if HAS_S0 else begin + 1
+    if KNOWN and ENTER:
+        while p < count:
+            end = _next(zero, spans, p, count, H, REVERSE, FLAGS)
+            S = _products(
+                S, b_, A_, entering, spans, p, end, count, at, live, k, j, v, H, K, W, BK, BJ, BV, EYE, ENTER, REVERSE
+            )  # fmt: skip
+            if end < count:
+                row = spans + (count - 1 - end if REVERSE else end) * H
+                tl.store(entering + row * K * W + at, S, live)
+                S = tl.load(b_ + row * K * W + at, live, other=0.0)
+            p = end + 1
+    else:
+        S = _products(
+            S, b_, A_, entering, spans, p, count, count, at, live, k, j, v, H, K, W, BK, BJ, BV, EYE, ENTER, REVERSE
+        )  # fmt: skip
+    tl.store(leaving + own * K * W + at, S, live)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def prefix_dense_kernel(
-    b_, A_, zero, S0, entering, leaving, before, passed, gone, runs, first, NS, N, H: tl.constexpr, K: tl.constexpr,
+    b_, A_, zero, S0, entering, leaving, before, passed, gone, first, NS, N, H: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, FLAGS: tl.constexpr, HAS_S0: tl.constexpr,
     ENTER: tl.constexpr, STATES: tl.constexpr, MAPS: tl.constexpr, KNOWN: tl.constexpr, REVERSE: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -138,39 +159,21 @@ def prefix_dense_kernel(
 
     STATES: the scan itself. MAPS: the product of each piece's transitions, by programs of their own, in `passed` [B, N,
     H, K, K]; `before` [B, NS, H, K, K] is what `entering` is to states. KNOWN: `zero` [B, NS, H] says which transitions
-    are 0; MAPS then leave in `gone` [B, N, H] which products are, and of STATES that ENTER spans each run is a
-    program's: N of them of pieces, and one of each span, by its piece in the table `runs` (VARLEN).
+    are 0, and `gone` [B, N, H] then which products are.
     """
     NV: tl.constexpr = (V + BV - 1) // BV if STATES else 0
     column = tl.program_id(0)
     n = tl.program_id(1)
     b = (tl.program_id(2) // H).to(tl.int64)
     h = tl.program_id(2) % H
-    s = n - N
-    works = n >= 0
-    if KNOWN and ENTER:
-        if s >= 0:
-            n = 0
-            if VARLEN:
-                works = tl.load(runs + s * 6 + 1) > tl.load(runs + s * 6)
-                n = tl.load(runs + s * 6 + 2)
-            works = works & (tl.load(zero + (b * NS + s) * H + h, works, other=0) != 0)
     lo, count = spans_of(first, n, NS, VARLEN)
     spans = (b * NS + lo) * H + h
+    own = (b * N + n) * H + h
     if STATES:
-        if works & (column < NV):
-            after = -1
-            end = count
-            if KNOWN:
-                if ENTER:
-                    if s >= 0:
-                        after = lo + count - 1 - s if REVERSE else s - lo
-                    end = _next(zero, spans, after + 1, count, H, REVERSE, FLAGS)
-                else:
-                    after = _last(zero, spans, count, H, REVERSE, FLAGS)
+        if column < NV:
             _fold(
-                b_, A_, S0, entering, leaving, lo, count, after, end, b, n, h, column, NS, N, H, K, V, BK, BJ, BV,
-                HAS_S0, False, ENTER, REVERSE,
+                b_, A_, zero, S0, entering, leaving, spans, count, own, column, H, K, V, BK, BJ, BV, FLAGS, HAS_S0,
+                False, ENTER, KNOWN, REVERSE,
             )  # fmt: skip
     if MAPS:
         if column >= NV:
@@ -178,13 +181,13 @@ def prefix_dense_kernel(
             if KNOWN:
                 lost = _last(zero, spans, count, H, REVERSE, FLAGS) >= 0
                 if column == NV:
-                    tl.store(gone + (b * N + n) * H + h, lost.to(tl.int32))
+                    tl.store(gone + own, lost.to(tl.int32))
             if lost:
-                _clear(passed + ((b * N + n) * H + h) * K * K, column - NV, K, BK, BV)
+                _clear(passed + own * K * K, column - NV, K, BK, BV)
             else:
                 _fold(
-                    A_, A_, A_, before, passed, lo, count, -1, count, b, n, h, column - NV, NS, N, H, K, K, BK, BJ, BV,
-                    False, True, ENTER, REVERSE,
+                    A_, A_, zero, A_, before, passed, spans, count, own, column - NV, H, K, K, BK, BJ, BV, FLAGS,
+                    False, True, ENTER, KNOWN, REVERSE,
                 )  # fmt: skip
 
 
@@ -214,14 +217,13 @@ def prefix_dense(
     states, products = out.leaving is not None, out.transitions is not None
     spans, known = plan.spans, maps.zero is not None
     how = plan.fitting((table.PREFIX_MAPS if products else table.PREFIX)[max(64, width(K))])
-    starts = spans.pieces + (spans.count if known and enter else 0)
     launch(
-        prefix_dense_kernel, (cdiv(V, how.block) * states + cdiv(K, how.block) * products, starts, plan.rows),
+        prefix_dense_kernel, (cdiv(V, how.block) * states + cdiv(K, how.block) * products, spans.pieces, plan.rows),
         *filled(
             maps.own, maps.transition, maps.zero, S0, out.entering, out.leaving, out.before,
-            *(out.transitions or (None, None)), spans.table, spans.first,
+            *(out.transitions or (None, None)),
         ),
-        spans.count, spans.pieces, H=H, K=K, V=V, BK=width(K), BJ=_part(plan), BV=how.block, FLAGS=FLAGS,
+        spans.first, spans.count, spans.pieces, H=H, K=K, V=V, BK=width(K), BJ=_part(plan), BV=how.block, FLAGS=FLAGS,
         HAS_S0=S0 is not None, ENTER=enter, STATES=states, MAPS=products, KNOWN=known, REVERSE=reverse,
         VARLEN=plan.packed, **how.options,
     )  # fmt: skip
