@@ -84,8 +84,8 @@ class MailboxBorder:
             n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
             came = None if hop.source is None and before is None else piece(entering, n)
             hop = hop._replace(passes=_comes(hop) and _goes(hop))
-            A, zero = (None, None) if transitions is None else (x if x is None else piece(x, n) for x in transitions)
-            maps = DenseMaps(b if A is None else A, reverse, b, zero)
+            A, zero = (b, None) if transitions is None else (piece(transitions.A, n), transitions.zero)
+            maps = DenseMaps(A, reverse, b, zero, n * b.shape[-3] if leaving.shape[1] > 1 else 0)
             launch_dense(self.group, maps, LinkStates(before, came, b if hop.keeps else None), hop)
 
 

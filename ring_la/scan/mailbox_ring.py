@@ -82,13 +82,15 @@ class DenseMaps(NamedTuple):
 
     Attributes:
         A: the transitions [..., H, K, K], or (`transposed`) what they are the transpose of.
-        b: what is added. zero: int32 [..., H], which transitions are 0; None: nobody has looked.
+        b: what is added.
+        zero: int32, which transitions are 0, from number `first` on [..., H]; None: nobody has looked.
     """
 
     A: Tensor
     transposed: bool
     b: Tensor
     zero: Tensor | None = None
+    first: int = 0
 
 
 def steps(
@@ -173,8 +175,8 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop) ->
     unit, rows = max(LEAST, min(_width(V), lanes.room // wide)), math.prod(outer)
     launch(
         dense_link_kernel, (min(lanes.count, rows * -(-V // unit)),), maps.A, b,
-        *(b if x is None else x for x in (maps.zero, *states)), *_mailboxes(group, hop), rows, lanes.skip,
-        _patience(group), K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit, TRANSPOSED=maps.transposed,
+        *(b if x is None else x for x in (maps.zero, *states)), *_mailboxes(group, hop), rows, maps.first,
+        lanes.skip, _patience(group), K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit, TRANSPOSED=maps.transposed,
         KNOWN=maps.zero is not None, LANES=lanes.count, CHUNK=lanes.room, **_flags(states),
         **_constants(group, hop), TINY=TINY, num_warps=8,
     )  # fmt: skip

@@ -100,13 +100,13 @@ class ScannedSpans:
         self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
     ) -> Output:
         maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
-        entered = self._entered(maps, S0, border, False)
+        entered = self.entered(maps, S0, border, False)
         o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
         left = SpansLeft(maps.transition, maps.zero, *(entered.passed or (None, None)), saved)
         return Output(o, entered.leaving, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
-        found = FoundMaps(self._maps_back(backward))
+        found = FoundMaps(self.maps_back(backward))
         _, entering = prefix(self.plan, found.maps, self.plan.state(dS_end), True, enter=False)
         return Adjoint(entering, found)
 
@@ -120,13 +120,14 @@ class ScannedSpans:
         adjoint: Adjoint[FoundMaps] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        maps = self._maps_back(backward) if adjoint is None else adjoint.found.maps
+        maps = self.maps_back(backward) if adjoint is None else adjoint.found.maps
         left = SpansLeft.of(backward.saved)
-        entered = self._entered(maps, dS_end, border, True, left.through)
+        entered = self.entered(maps, dS_end, border, True, left.through)
         grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
-    def _maps_back(self, backward: Backward) -> SpanMaps:
+    def maps_back(self, backward: Backward) -> SpanMaps:
+        """What each span does to the gradient of the state that leaves it."""
         left = SpansLeft.of(backward.saved)
         own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
         return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero)
@@ -135,7 +136,7 @@ class ScannedSpans:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
         return len(saved) == len(SpansLeft._fields) - 1 + self.kernels.left
 
-    def _entered(
+    def entered(
         self,
         maps: SpanMaps,
         S: Tensor | None,
@@ -143,6 +144,7 @@ class ScannedSpans:
         reverse: bool,
         passed: PieceTransitions | None = None,
     ) -> Entered:
+        """What enters the spans, given what enters the pieces from this rank; `passed`: that of the way forward."""
         S = self.plan.state(S)
         if border is None:
             return Entered(*prefix(self.plan, maps, S, reverse))
