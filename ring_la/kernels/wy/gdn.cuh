@@ -88,3 +88,10 @@ INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said
   }
   return uniform(found);
 }
+// The same of token u, which has `here` tokens, if asked (`both`) and t's forget.
+INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
+  const int x = forgetting(a, t, step, there, h, said, lane);
+  __syncthreads();  // all know it
+  const int y = both && x >= 0 ? forgetting(a, u, step, here, h, said, lane) : -1;
+  return {x, y};
+}

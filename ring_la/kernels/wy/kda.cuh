@@ -105,15 +105,16 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
 }
 
 // How many chunks before token t (`step` -1) or from it on (1), one or two, forget what enters them, or -1; of `there` tokens that are
-// asked for. By all warps.
-INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
-  const int w = uniform(threadIdx.x >> 5), tokens = (w + 1) * C;
-  if (w < 2) {
-    const bool ok = there >= 2 * C && forgotten(a, step < 0 ? t - tokens : t, h, tokens, step > 0, lane);
+// asked for. The same of token u, which has `here`, if asked (`both`). Two warps each; by all warps.
+INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
+  const int w = uniform(threadIdx.x >> 5), tokens = ((w & 1) + 1) * C;
+  if (w < 2 || (both && w < 4)) {
+    const bool ok = (w < 2 ? there : here) >= 2 * C && forgotten(a, (w < 2 ? t : u) - (step < 0 ? tokens : 0), h, tokens, step > 0, lane);
     if (lane == 0) sts32(said + w * 4, ok);
   }
   __syncthreads();
-  return uniform(lds32(said) ? 1 : lds32(said + 4) ? 2 : -1);
+  auto chunks = [&](u32 at) { return uniform(lds32(at) ? 1 : lds32(at + 4) ? 2 : -1); };
+  return {chunks(said), both ? chunks(said + 8) : -1};
 }
 
 // The gates of token i and this lane's four channels, in rows of 512 bytes

@@ -633,7 +633,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   const MapOf m = map_of(a, false);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, false, base + SAID + 4, lane);
+  const Reach r = reach(a, x, m, false, base + SAID, lane);
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);

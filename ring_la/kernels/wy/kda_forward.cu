@@ -474,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   const MapOf m = map_of(a, true);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, true, base + SAID + 4, lane);
+  const Reach r = reach(a, x, m, true, base + SAID, lane);
   if (forgets_all(a, m, r)) return;
   if (uniform(tid >> 8)) {
     registers_down<104>();

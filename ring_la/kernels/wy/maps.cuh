@@ -30,18 +30,17 @@ template <class Args> INLINE MapOf map_of(const Args& a, bool forward) {
 
 // The chunks that a map is found from; none: it is zero, or nobody asks.
 struct Reach { int t0, n; };
-// By all warps. `forgetting` is the rule's.
+// Whether span x forgets what enters it, by how many chunks, or -1; and so y, the one behind it.
+struct Forgets { int x, y; };
+// By all warps. `forgetting` is the rule's; y is x where nobody asks.
 template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapOf& m, bool forward, u32 said, int lane) {
-  auto forgets = [&](const Span& y) {
-    const int found = forgetting(a, forward ? y.end : y.begin, forward ? -1 : 1, y.end - y.begin, m.h, said, lane);
-    __syncthreads();  // all know it
-    return found;
-  };
-  const int mine = forgets(x);
-  if (mine < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C)};
-  if (m.pass) return {0, 0};
-  if (!(forward ? x.last : x.first) && forgets(span_of(a, forward ? m.s + 1 : m.s - 1)) >= 0) return {0, 0};
-  return {uniform(forward ? x.end - mine * C : x.begin), mine};
+  const bool behind = !m.pass && !(forward ? x.last : x.first);
+  const Span y = span_of(a, behind ? (forward ? m.s + 1 : m.s - 1) : m.s);
+  const Forgets found = forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, m.h, behind, said, lane)
+                                : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, m.h, behind, said, lane);
+  if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C)};
+  if (m.pass || (behind && found.y >= 0)) return {0, 0};
+  return {uniform(forward ? x.end - found.x * C : x.begin), found.x};
 }
 
 // Whether it is a transition of 0, of which nothing but the flag is written. By all warps.
