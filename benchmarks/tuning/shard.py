@@ -1,11 +1,14 @@
 """One rank's shard of a split gated delta rule or KDA, by kernels in chunks of 64 tokens and by those in CUDA C++ (see
-`wy/scanned_spans`): `python -m benchmarks.tuning.shard [--ops gdn,kda] [--errors] [--profile] [--tokens 8192,32768]`.
+`wy/scanned_spans`): `python -m benchmarks.tuning.shard [--ops gdn,kda] [--arms spans,alone] [--errors] [--parts]
+[--profile] [--tokens 8192,32768]`.
 
 Gates are those of production: of gdn logsigmoid(x) / 16 in three quarters of the heads and 0 in the others, of kda
 -5 sigmoid(x), of kda_slow -0.002 Phi(x). What another rank sends is there
 at once, both ways, so that this is the kernels' time alone, as on a rank in the middle. A line of JSON an arm: ms of a
 CUDA graph of the forward, and of forward and backward; with --errors those of all results against fp64 at 512 tokens
-instead, with --profile also the kernels of a call. "alone": one device, the same states given by its caller.
+instead. "alone": one device, the same states given by its caller; "share": its time over that of spans. With --parts a
+line for each part of a call by spans, a graph of its own, and how many of its heads' spans have a transition of 0; with
+--profile also the kernels of a call.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from torch import Tensor
 from ring_la import reference
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
-from ring_la.kernels.protocol import Backward, Border, Inputs, OutputUse
+from ring_la.kernels.protocol import Backward, Border, Inputs, OutputUse, PieceTransitions
 from ring_la.kernels.wy import gdn_launches, one_launch
+from ring_la.kernels.wy.scanned_spans import ScannedSpans, SpansLeft
 
 from ..ops.cases import Shape
 from ..ops.measure import error, milliseconds
@@ -59,8 +63,8 @@ class AtOnce(Border):
         self.whole, self.arrives, self.carries = (False, False), (True, True), (True, True)
         self._came = came, came_back
 
-    def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        assert A is not None
+    def dense(self, transitions: PieceTransitions | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+        assert transitions is not None
         entering.copy_(self._came[reverse])
 
     def spans(self, *args: Any, **named: Any) -> None:
@@ -147,20 +151,50 @@ def graph(call: Callable[[], object]) -> Callable[[], None]:
     return made.replay
 
 
-def times(op: str, tokens: int, lengths: list[str]) -> None:
-    shard = Shard(tokens, OPS[op])
-    for arm in (*ARMS, *(f"spans of {n}" for n in lengths if op == "gdn")):
+def times(op: str, tokens: int, arms: list[str]) -> None:
+    shard, found = Shard(tokens, OPS[op]), {}
+    for arm in arms:
         row: dict[str, object] = {"op": op, "tokens": tokens, "heads": shard.op.heads, "arm": arm}
         for name, train in (("fwd", False), ("both", True)):
             call = graph(lambda arm=arm, train=train: shard.run(arm, train))  # type: ignore[misc]
-            row[name] = round(milliseconds(call, "cuda", 0.05), 4)
+            row[name] = found[arm, name] = round(milliseconds(call, "cuda", 0.05), 4)
+        print(json.dumps(row), flush=True)
+    if {"spans", "alone"} <= {*arms}:
+        share = {name: round(found["alone", name] / found["spans", name], 3) for name in ("fwd", "both")}
+        print(json.dumps({"op": op, "tokens": tokens, "share": share}), flush=True)
+
+
+def parts(op: str, tokens: int) -> None:
+    """ms of what a call by spans is made of, each from what the part before it has left."""
+    shard, rule, no = Shard(tokens, OPS[op]), OPS[op].rule, None
+    border, kernels = AtOnce(*shard.states), one_launch.choice(rule, shard.inputs, OutputUse(alone=True)).across
+    run = ScannedSpans.of(kernels, rule.plain, shard.inputs, no, 128**-0.5, OutputUse(saved=True))
+    maps = run.kernels.maps(run.call)
+    entered = run.entered(maps, no, border, False)
+    out = run.output(no, border=border)
+    back = Backward(no, shard.do, tuple(out.saved))
+    left = SpansLeft.of(back.saved)
+    maps_back = run.maps_back(back)
+    came = run.entered(maps_back, no, border, True, left.through)
+    steps: dict[str, Callable[[], object]] = {
+        "maps": lambda: run.kernels.maps(run.call),
+        "scans": lambda: run.entered(maps, no, border, False),
+        "output": lambda: run.kernels.output(run.call, entered.entering, True),
+        "maps back": lambda: run.maps_back(back),
+        "scans back": lambda: run.entered(maps_back, no, border, True, left.through),
+        "gradients": lambda: run.kernels.gradients(run.call, came.entering, left.rest, shard.do),
+    }
+    spans = {"count": maps.own.shape[1], "of 0": round(maps.zero.float().mean().item(), 3)}
+    print(json.dumps({"op": op, "tokens": tokens, "spans": spans}), flush=True)
+    for name, step in steps.items():
+        row = {"op": op, "tokens": tokens, "part": name, "ms": round(milliseconds(graph(step), "cuda", 0.05), 4)}
         print(json.dumps(row), flush=True)
 
 
-def profile(op: str, tokens: int) -> None:
+def profile(op: str, tokens: int, arms: list[str]) -> None:
     """µs of every kernel of a call."""
     shard = Shard(tokens, OPS[op])
-    for arm in ARMS:
+    for arm in arms:
         shard.run(arm, True)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -183,6 +217,8 @@ def main() -> int:
     parser.add_argument("--tokens", default="8192,32768,4096,16384,2048")
     parser.add_argument("--ops", default="gdn,kda")
     parser.add_argument("--lengths", default="", help="of spans of gdn, tokens: an arm each")
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--limit", type=float, default=120, help="seconds: no row starts after them")
@@ -194,9 +230,13 @@ def main() -> int:
     for tokens in map(int, args.tokens.split(",")):
         for op in ops:
             if time.monotonic() - began < args.limit:
-                times(op, tokens, args.lengths.split(",") if args.lengths else [])
+                lengths = args.lengths.split(",") if args.lengths and op == "gdn" else []
+                arms = [*args.arms.split(","), *(f"spans of {n}" for n in lengths)]
+                times(op, tokens, arms)
+                if args.parts:
+                    parts(op, tokens)
                 if args.profile:
-                    profile(op, tokens)
+                    profile(op, tokens, arms)
     return 0
 
 

@@ -157,12 +157,26 @@ class SpanMaps(NamedTuple):
         transition: log2 of what is left of the state ``[B, NS, H]`` or ``[B, NS, H, K]``, dense ones themselves
             ``[B, NS, H, K, K]``; None for the identity.
         all: of every span; False: without those that no later span of this rank needs.
+        zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
     """
 
     kind: Transition
     own: Tensor
     transition: Tensor | None
     all: bool
+    zero: Tensor | None = None
+
+
+class PieceTransitions(NamedTuple):
+    """Dense transitions of whole pieces.
+
+    Attributes:
+        A: ``[B, N, H, K, K]``.
+        zero: int32 ``[B, N, H]``: which are 0; None: nobody has looked.
+    """
+
+    A: Tensor
+    zero: Tensor | None = None
 
 
 class Border(Protocol):
@@ -192,9 +206,9 @@ class Border(Protocol):
         `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile."""
         ...
 
-    def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        """The same for dense maps (A, `leaving`) of whole pieces: fill `entering` where a state comes from elsewhere. A
-        is not read where nothing goes on; backward it is transposed. B must be 1 or N."""
+    def dense(self, transitions: PieceTransitions | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+        """The same for dense maps (`transitions`, `leaving`) of whole pieces: fill `entering` where a state comes from
+        elsewhere. Transitions are not read where nothing goes on; backward they are transposed. B must be 1 or N."""
         ...
 
 

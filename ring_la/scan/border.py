@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..comm import Group
-from ..kernels import SpanMaps
+from ..kernels import PieceTransitions, SpanMaps
 from .chain import Chain
-from .mailbox_ring import ElementwiseMaps, Hop, LinkStates, launch_dense, launch_spans
+from .mailbox_ring import DenseMaps, ElementwiseMaps, Hop, LinkStates, launch_dense, launch_spans
 
 if TYPE_CHECKING:
     from ..kernels.runtime.streams import SideStream
@@ -61,24 +61,32 @@ class MailboxBorder:
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
         reverse: bool, beside: bool,
     ) -> None:  # fmt: skip
-        kind, b, A, _ = maps
         for hop in self.hops[reverse]:
             before = None if hop.earlier is None else leaving
             if S0 is not None and before is None and hop.source is None:  # a document's own first state
                 before, hop = S0, hop._replace(earlier=hop.piece, passes=True)
             kept = leaving if hop.keeps else None
             states = LinkStates(before, entering, kept)
-            launch_spans(self.group, ElementwiseMaps(kind, A, b, first), states, hop, reverse=reverse, beside=beside)
+            launch_spans(
+                self.group,
+                ElementwiseMaps(maps.kind, maps.transition, maps.own, first),
+                states,
+                hop,
+                reverse=reverse,
+                beside=beside,
+            )
 
-    def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+    def dense(self, transitions: PieceTransitions | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         def piece(x: Tensor, n: int | None) -> Tensor | None:
             return None if n is None else x if x.shape[1] == 1 else x[:, n]
 
         for hop in self.hops[reverse]:
             n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
             came = None if hop.source is None and before is None else piece(entering, n)
-            hop, maps = hop._replace(passes=_comes(hop) and _goes(hop)), b if A is None else piece(A, n)
-            launch_dense(self.group, maps, reverse, b, LinkStates(before, came, b if hop.keeps else None), hop)
+            hop = hop._replace(passes=_comes(hop) and _goes(hop))
+            A, zero = (b, None) if transitions is None else (piece(transitions.A, n), transitions.zero)
+            maps = DenseMaps(A, reverse, b, zero, n * b.shape[-3] if leaving.shape[1] > 1 else 0)
+            launch_dense(self.group, maps, LinkStates(before, came, b if hop.keeps else None), hop)
 
 
 def _comes(hop: Hop) -> bool:

@@ -21,7 +21,7 @@ from ..comm.flag_kernels import swap
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
-INTEGERS = ["me", "source", "target", "rows", "H", "N", "NS", "piece", "earlier", "skip", "patience"]
+INTEGERS = ["me", "source", "target", "rows", "H", "N", "NS", "piece", "earlier", "lines", "skip", "patience"]
 
 
 @triton.jit
@@ -204,13 +204,14 @@ def _columns(A, k, j, K: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
-    A, b_, before, entering, leaving, own, mailboxes, broken, report, me, source, target, rows, skip, patience,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, UNIT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, PASSES: tl.constexpr,
-    SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
+    A, b_, zero, before, entering, leaving, own, mailboxes, broken, report, me, source, target, rows, lines,
+    skip, patience, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, UNIT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr,
+    PASSES: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr, P: tl.constexpr,
+    LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """`rows` states [K, V] under the maps (A [rows, K, K], b) of one link (TRANSPOSED: Aᵀ), UNIT columns a unit.
+    """`rows` states [K, V] under the maps (A [rows, K, K], b) of one link (TRANSPOSED: Aᵀ), UNIT columns a unit. KNOWN:
+    A is 0, and not read, where `zero` is not, which has the link's rows from `lines` on.
 
     What enters is from `source` (RECEIVES), or is `before` (HAS_BEFORE), or nothing, and is stored in `entering`
     (ENTERS; always if it was received); `leaving` may be `b_`. The rest is as for `link_kernel`.
@@ -234,7 +235,10 @@ def dense_link_kernel(
         early = True
         if PASSES and (RECEIVES or HAS_BEFORE):
             largest = 0.0
-            for c in range(0, K, BJ):
+            read = K
+            if KNOWN:
+                read = tl.where(tl.load(zero + lines + row) != 0, 0, K)
+            for c in range(0, read, BJ):
                 a = _columns(A + row * (K * K), k, c + tl.arange(0, BJ), K, TRANSPOSED)
                 largest = tl.maximum(largest, tl.max(tl.max(tl.abs(a), 1), 0))
             early = largest < TINY

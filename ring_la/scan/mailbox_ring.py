@@ -77,6 +77,22 @@ class ElementwiseMaps(NamedTuple):
     log: bool = True
 
 
+class DenseMaps(NamedTuple):
+    """Dense maps of a link, states [..., H, K, V], which lie without gaps.
+
+    Attributes:
+        A: the transitions [..., H, K, K], or (`transposed`) what they are the transpose of.
+        b: what is added.
+        zero: int32, which transitions are 0, from number `first` on [..., H]; None: nobody has looked.
+    """
+
+    A: Tensor
+    transposed: bool
+    b: Tensor
+    zero: Tensor | None = None
+    first: int = 0
+
+
 def steps(
     chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
 ) -> Iterator[None]:
@@ -122,7 +138,7 @@ def launch_link(group: Group, m: Affine, states: LinkStates, hop: Hop) -> None:
     A, transposed = b if m.A is None else m.A, False
     if not A.is_contiguous():
         A, transposed = A.mT, True
-    launch_dense(group, aligned(A), transposed, b, states, hop)
+    launch_dense(group, DenseMaps(aligned(A), transposed, b), states, hop)
 
 
 def launch_spans(
@@ -149,19 +165,20 @@ def launch_spans(
     )  # fmt: skip
 
 
-def launch_dense(group: Group, A: Tensor, transposed: bool, b: Tensor, states: LinkStates, hop: Hop) -> None:
-    """`dense_link_kernel` over states [..., H, K, V] that lie without gaps, as do A (or its transpose) and b."""
+def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop) -> None:
+    """`dense_link_kernel` over states that lie as `maps.b` does."""
     from ..kernels.runtime.launch import launch
     from .link_kernel import TINY, dense_link_kernel
 
-    lanes, (*outer, K, V) = group.mailboxes.lanes[1], b.shape
+    b, lanes, (*outer, K, V) = maps.b, group.mailboxes.lanes[1], maps.b.shape
     wide = max(LEAST, _width(K))
     unit, rows = max(LEAST, min(_width(V), lanes.room // wide)), math.prod(outer)
     launch(
-        dense_link_kernel, (min(lanes.count, rows * -(-V // unit)),), A, b,
-        *(b if x is None else x for x in states), *_mailboxes(group, hop), rows, lanes.skip, _patience(group),
-        K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit, TRANSPOSED=transposed, LANES=lanes.count, CHUNK=lanes.room,
-        **_flags(states), **_constants(group, hop), TINY=TINY, num_warps=8,
+        dense_link_kernel, (min(lanes.count, rows * -(-V // unit)),), maps.A, b,
+        *(b if x is None else x for x in (maps.zero, *states)), *_mailboxes(group, hop), rows, maps.first,
+        lanes.skip, _patience(group), K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit, TRANSPOSED=maps.transposed,
+        KNOWN=maps.zero is not None, LANES=lanes.count, CHUNK=lanes.room, **_flags(states),
+        **_constants(group, hop), TINY=TINY, num_warps=8,
     )  # fmt: skip
 
 

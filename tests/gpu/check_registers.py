@@ -33,11 +33,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
-from ring_la.kernels.protocol import Backward, Local, OutputUse
+from ring_la.kernels.protocol import Backward, Inputs, Local, OutputUse, SpanMaps
 from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
 from ring_la.kernels.scalar_decay import operands
 from ring_la.kernels.spans import plan, table
+from ring_la.kernels.spans.plan import SpanPlan
+from ring_la.kernels.spans.runs import Runs
 from tests.gpu.test_triton import cases
 from tests.support.triton_cases import RULES, Case
 
@@ -171,7 +173,27 @@ def slots() -> Iterator[tuple[str, list]]:
         choice.unsupported = taken
 
 
-OTHERS = {"momentum": momentum, "mesa": mesa, "slots": slots}
+def across() -> Iterator[tuple[str, list]]:
+    """Those of the scans over spans whose maps say which transitions are 0, as kernels in CUDA C++ find them."""
+    from ring_la.kernels.spans.prefix import dense_transitions_of_pieces, prefix, prefix_and_transitions
+
+    x = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
+    inputs = Inputs(x, x, x, torch.zeros(1, 256, 2), torch.zeros(1, 256, 2))
+    for cu in (None, torch.tensor((0, 100, 256), dtype=torch.int32)):
+        runs = Runs(64, 32, 5, 1 if cu is None else 2, *((None, None) if cu is None else torch.zeros(2, 5, 6).int()))
+        made = SpanPlan.of(Rule("delta", "scalar"), inputs, cu, 1.0, (runs, runs))
+        states, zero = torch.zeros(1, 5, 2, 128, 128), torch.zeros(1, 5, 2, dtype=torch.int32)
+        maps, S = SpanMaps("dense", states, states, True, zero), made.states_of_pieces()
+        with recorded(found := []):
+            for S0, reverse, enter in itertools.product((None, S), (False, True), (False, True)):
+                prefix(made, maps, S0, reverse, enter)
+            for S0 in (None, S):
+                prefix_and_transitions(made, maps, S0)
+            dense_transitions_of_pieces(made, maps)
+        yield "128x128", found
+
+
+OTHERS = {"momentum": momentum, "mesa": mesa, "slots": slots, "across": across}
 """Kernels that no rule of the algebra has, and launches of rules that only others make."""
 
 

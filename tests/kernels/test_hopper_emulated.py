@@ -20,7 +20,7 @@ interpreted()
 
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse, PieceTransitions  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
@@ -124,7 +124,7 @@ class Arrival:
     def __init__(self, *came: Tensor) -> None:
         self._came = came
 
-    def dense(self, A: Tensor, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+    def dense(self, transitions: PieceTransitions, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         entering.copy_(self._came[reverse])
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ring_la.algebra import Affine, transpose
 from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
+from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 from tests.support.chain_maps import maps, serial
 from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
@@ -87,3 +88,30 @@ def check_horizon(rank: int, folder: str, forgets: bool) -> float:
 def test_a_link_that_forgets_waits_for_nobody(ranks, tmp_path):
     assert ranks.run(3, check_horizon, str(tmp_path), True)[2] > 0.5
     assert ranks.run(3, check_horizon, str(tmp_path), False)[2] < 0
+
+
+def check_flagged(rank: int, folder: str, flagged: bool) -> tuple[float, torch.Tensor]:
+    """A dense link whose flag may say that its transition is 0. How long before the first rank, which comes late, the
+    last has what enters it; and that."""
+    g = over_files(rank, 3, folder)
+    zero = torch.full((1, 1), int(flagged), dtype=torch.int32)
+    A = torch.full((1, 1, 16, 16), torch.nan if flagged else 0.5)
+    b, entering = torch.full((1, 1, 16, 16), 1.0 + rank), torch.zeros(1, 1, 16, 16)
+    hop = Hop(rank - 1 if rank else None, rank + 1 if rank < 2 else None, rank == 1)
+    clock = torch.zeros(1, dtype=torch.float64)
+    dist.barrier(group(3))
+    if rank == 0:
+        time.sleep(1.5)
+        clock += time.monotonic()
+    launch_dense(g, DenseMaps(A, False, b, zero), LinkStates(None, entering if rank else None, None), hop)
+    done = time.monotonic()
+    dist.broadcast(clock, 0, group=group(3))
+    return clock.item() - done, entering
+
+
+@pytest.mark.parametrize(("flagged", "enters"), [(True, 2), (False, 10)])
+def test_a_flagged_transition_is_not_read_and_waits_for_nobody(ranks, tmp_path, flagged, enters):
+    (_, _), (_, second), (ahead, third) = ranks.run(3, check_flagged, str(tmp_path), flagged)
+    assert (ahead > 0.5) == flagged
+    assert (second == 1).all()
+    assert (third == enters).all()

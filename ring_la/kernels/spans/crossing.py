@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_la.kernels.protocol import Border, SpanMaps
+from ring_la.kernels.protocol import Border, PieceTransitions, SpanMaps
 from ring_la.kernels.runtime.streams import SideStream, aside, join
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.prefix import prefix, prefix_and_transitions, transitions_of_pieces
+from ring_la.kernels.spans.prefix import dense_transitions_of_pieces, prefix, prefix_and_transitions
 
 
 class Entered(NamedTuple):
@@ -21,7 +21,7 @@ class Entered(NamedTuple):
 
     entering: Tensor | None
     leaving: Tensor
-    passed: Tensor | None = None
+    passed: PieceTransitions | None = None
 
 
 def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool = False) -> Entered:
@@ -34,7 +34,7 @@ def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool
 
 def cross(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None = None,
-    passed: Tensor | None = None,
+    passed: PieceTransitions | None = None,
 ) -> Callable[[], Entered]:  # fmt: skip
     """Start `enter` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the result
     waits for it. `passed`: that of the way forward."""
@@ -51,7 +51,7 @@ def cross(
 
 def _cross_dense(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None,
-    passed: Tensor | None,
+    passed: PieceTransitions | None,
 ) -> Callable[[], Entered]:  # fmt: skip
     """The same for dense maps: links need those of whole pieces, and the scan starts again with what arrives."""
     if not border.arrives[reverse]:
@@ -64,7 +64,7 @@ def _cross_dense(
     else:
         _, leaving = prefix(plan, maps, S, reverse, enter=False)
         if border.carries[reverse] and passed is None:
-            passed = transitions_of_pieces(plan, maps)
+            passed = dense_transitions_of_pieces(plan, maps)
     several = plan.spans.pieces > 1
     zero = torch.zeros_like if several else torch.empty_like
     came = S.clone() if several and S is not None else zero(leaving)

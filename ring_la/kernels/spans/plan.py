@@ -206,11 +206,6 @@ class SpanPlan:
         B, _, H, _, K, V = self.sizes
         return self.new(B, self.spans.pieces, H, K, V)
 
-    def maps_of_pieces(self) -> Tensor:
-        """Room for dense ones."""
-        B, _, H, _, K, _ = self.sizes
-        return self.new(B, self.spans.pieces, H, K, K)
-
     def states_of_spans(self) -> Tensor:
         B, _, H, _, K, V = self.sizes
         return self.new(B, self.spans.count, H, K, V)

@@ -77,6 +77,13 @@ def _room(call: GDNCall | KDACall) -> Tensor:
     return call.new(B, call.count // B, H, HEAD, HEAD)
 
 
+def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
+    """Room for those, and a launch's part of it."""
+    B, _, H, _ = call.inputs.v.shape
+    found = SpanMaps("dense", _room(call), _room(call), True, call.new(B, call.count // B, H, dtype=torch.int32))
+    return found, Passing(found.own, found.transition, maps=True, zero=found.zero)
+
+
 def _by_key_head(call: GDNCall | KDACall, found: Inputs) -> Inputs:
     """Gradients of q and k summed over the value heads that share them."""
     H, HK = call.inputs.v.shape[2], call.inputs.q.shape[2]
@@ -97,9 +104,8 @@ class DeltaSpans:
         return gdn_launches.keeps(inputs, cu)
 
     def maps(self, call: GDNCall) -> SpanMaps:
-        found = SpanMaps("dense", _room(call), _room(call), True)
+        found, passing = _maps(call)
         kernel = gdn_launches.forward_kernel(False, *call.defines, maps=True)
-        passing = Passing(found.own, found.transition, maps=True)
         call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
         return found
 
@@ -142,8 +148,7 @@ class KDASpans:
         return True
 
     def maps(self, call: KDACall) -> SpanMaps:
-        found = SpanMaps("dense", _room(call), _room(call), True)
-        passing = Passing(found.own, found.transition, maps=True)
+        found, passing = _maps(call)
         call.launch("forward", _heads(call), None, (None, None), passing=passing)
         return found
 

@@ -518,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_backward(const __grid_
     bars_ready();
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return waiting(x.last); });
+  const Choice mine = choose(a, false, false, base + SAID, [&](int s, const Span& x, int h) { return waiting(x.last); });
   const int s = mine.s, h = mine.h;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;

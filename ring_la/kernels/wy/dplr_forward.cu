@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dplr_forward(const __grid_c
     bars_ready();
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return waiting(x.first); });
+  const Choice mine = choose(a, true, false, base + SAID, [&](int s, const Span& x, int h) { return waiting(x.first); });
   const int s = mine.s, h = mine.h;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;

@@ -18,7 +18,8 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`
+  int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`; null if `given`.
+                         // MAPS, forward: whether spans' transitions are 0 and not written, [count, H]
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // [count, H, 2, 128 * 128], see `combine`; null: spans do not. MAPS: spans' transitions
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
@@ -86,4 +87,11 @@ INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said
     if (found < 0 && sum < FORGOTTEN) found = i + 1;
   }
   return uniform(found);
+}
+// The same of token u, which has `here` tokens, if asked (`both`) and t's forget.
+INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
+  const int x = forgetting(a, t, step, there, h, said, lane);
+  __syncthreads();  // all know it
+  const int y = both && x >= 0 ? forgetting(a, u, step, here, h, said, lane) : -1;
+  return {x, y};
 }

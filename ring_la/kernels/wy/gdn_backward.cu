@@ -490,7 +490,7 @@ INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane) 
   const int behind = piece_end(a, x) - x.end;
   int found = forgetting(a, x.end, 1, behind, h, base + SAID + 16, lane);
   if (found < 0 && !a.given && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
-  if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
+  if (threadIdx.x == 0) decide_on(a, s, h, found < 0);
   return found;
 }
 
@@ -513,9 +513,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if MAPS
-  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
   __syncthreads();
-  const MapOf m = map_of(a, false, base + SAID);
+  const MapOf m = map_of(a, false);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, false, base + SAID + 16, lane);
@@ -529,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
     });
   }
 #else
-  const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
+  const Choice mine = choose(a, false, a.given, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;

@@ -395,7 +395,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.first) return 0;
   const int found = forgetting(a, x.begin, -1, x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T), h, base + SAID + 16, lane);
-  if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
+  if (threadIdx.x == 0) decide_on(a, s, h, found < 0);
   return found;
 }
 
@@ -413,12 +413,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if MAPS
-  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a), 1));
   __syncthreads();
-  const MapOf m = map_of(a, true, base + SAID);
+  const MapOf m = map_of(a, true);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, true, base + SAID + 16, lane);
+  if (forgets_all(a, m, r)) return;
   if (uniform(tid >> 8)) {
     registers_down<120>();
     produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);
@@ -429,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     });
   }
 #else
-  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
+  const Choice mine = choose(a, true, a.given, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, back = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;

@@ -200,15 +200,16 @@ class GDNCall:
         """`states`: those it begins with and those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
-        programs *= 2 if passing is not None and passing.maps and not further else 1
-        flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
         pick = passing is None and picks(programs, device)
-        passed, parts, together, given, _ = self._passing() if passing is None else passing
+        passing = self._passing() if passing is None else passing
+        programs *= 2 if passing.maps and not further else 1
+        waits, flags = passing.waits, passing.zero
+        flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device) if waits else flags
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
         kernel(
-            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, parts, *kept,
+            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passing.states, passing.parts, *kept,
             T, H, x.q.shape[2], self.count, self.length, self.pieces,
-            heads.start, len(heads), given, pick, together, outer, self.scale, *further,
+            heads.start, len(heads), passing.given, pick, passing.together, outer, self.scale, *further,
         )  # fmt: skip
 
     def _passing(self) -> Passing:

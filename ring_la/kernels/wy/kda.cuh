@@ -18,7 +18,8 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`
+  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS, forward:
+                         // whether spans' transitions are 0 and not written, [count, H]
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS: spans' transitions, [count, H, K, K]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
@@ -104,15 +105,16 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
 }
 
 // How many chunks before token t (`step` -1) or from it on (1), one or two, forget what enters them, or -1; of `there` tokens that are
-// asked for. By all warps.
-INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
-  const int w = uniform(threadIdx.x >> 5), tokens = (w + 1) * C;
-  if (w < 2) {
-    const bool ok = there >= 2 * C && forgotten(a, step < 0 ? t - tokens : t, h, tokens, step > 0, lane);
+// asked for. The same of token u, which has `here`, if asked (`both`). Two warps each; by all warps.
+INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
+  const int w = uniform(threadIdx.x >> 5), tokens = ((w & 1) + 1) * C;
+  if (w < 2 || (both && w < 4)) {
+    const bool ok = (w < 2 ? there : here) >= 2 * C && forgotten(a, (w < 2 ? t : u) - (step < 0 ? tokens : 0), h, tokens, step > 0, lane);
     if (lane == 0) sts32(said + w * 4, ok);
   }
   __syncthreads();
-  return uniform(lds32(said) ? 1 : lds32(said + 4) ? 2 : -1);
+  auto chunks = [&](u32 at) { return uniform(lds32(at) ? 1 : lds32(at + 4) ? 2 : -1); };
+  return {chunks(said), both ? chunks(said + 8) : -1};
 }
 
 // The gates of token i and this lane's four channels, in rows of 512 bytes

@@ -280,7 +280,7 @@ INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32
   }
   between_warps();
   if (!known) skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-  if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
+  if (w == 0 && lane == 0) decide_on(a, s, h, skip == 2);
   return skip;
 }
 
@@ -623,15 +623,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     }
     bar_init(base + OPEN, 1);
     bars_ready();
-    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
+#if !MAPS
+    sts32(base + SAID, a.count * a.heads - 1 - number(a, a.given, DEFERRED));
+#endif
   }
   __syncthreads();
 #if MAPS
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapOf m = map_of(a, false, base + SAID);
+  const MapOf m = map_of(a, false);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, false, base + SAID + 4, lane);
+  const Reach r = reach(a, x, m, false, base + SAID, lane);
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);

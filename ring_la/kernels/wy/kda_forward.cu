@@ -262,7 +262,7 @@ INLINE int decide(const Args& a, const Span& x, int s, int h, u32 said, int w, i
   }
   between_warps();
   const int skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-  if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
+  if (w == 0 && lane == 0) decide_on(a, s, h, skip == 2);
   return skip;
 }
 
@@ -464,15 +464,18 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     }
     bar_init(base + OPEN, 1);
     bars_ready();
-    sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
+#if !MAPS
+    sts32(base + SAID, number(a, a.given, DEFERRED));
+#endif
   }
   __syncthreads();
 #if MAPS
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapOf m = map_of(a, true, base + SAID);
+  const MapOf m = map_of(a, true);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, true, base + SAID + 4, lane);
+  const Reach r = reach(a, x, m, true, base + SAID, lane);
+  if (forgets_all(a, m, r)) return;
   if (uniform(tid >> 8)) {
     registers_down<104>();
     produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);

@@ -64,14 +64,20 @@ def as_read(inputs: Inputs) -> Inputs:
 
 
 class Passing(NamedTuple):
-    """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, and (`parts`)
-    their transitions; of one whose spans wait what they combine, `together` at a time."""
+    """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, (`parts`) their
+    transitions, and which of those are `zero`; of one whose spans wait what they combine, `together` at a time."""
 
     states: Tensor
     parts: Tensor | None = None
     together: int = 1
     given: bool = False
     maps: bool = False
+    zero: Tensor | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether spans may wait for each other, by flags that are zero at first."""
+        return not self.given and not self.maps
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,10 @@ class KDACall:
     ) -> None:  # fmt: skip
         """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
         H, count, x = self.inputs.v.shape[2], self.count, self.inputs
-        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=x.v.device)
         ahead = self.ahead and passing is None
         passing = Passing(self.new(count, H, HEAD, HEAD)) if passing is None else passing
+        waits, flags = passing.waits, passing.zero
+        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=x.v.device) if waits else flags
         passes = 2 if passing.maps and not further else 1
         arguments: Any = (
             passes * count * len(heads), *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,

@@ -4,8 +4,9 @@
 // which is that of the way back, too. A scan over spans and ranks finds of them what enters each span, and a launch that is `given`
 // it goes over all spans once.
 //
-// A span whose last chunks (backward: first ones) forget all that came before has the transition 0. What it adds is found from those
-// chunks alone, and only where that is asked for: at the piece's end, or by a span behind it that does not forget so.
+// A span whose last chunks (backward: first ones) forget all that came before has the transition 0, which a flag says forward, and
+// nothing else. What it adds is found from those chunks alone, and only where that is asked for: at the piece's end, or by a span
+// behind it that does not forget so.
 #pragma once
 #include "spans.cuh"
 
@@ -15,27 +16,37 @@ template <class Args> INLINE const float* entering(const Args& a, int piece, int
   return known && a.S0 ? a.S0 + ((u64)piece * a.H + h) * (D * D) : 0;
 }
 
+// Say whether span s waits, where another may ask. By one thread.
+template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool waits) {
+  if (!a.given) store_release(decided(a, s, h), waits ? 2 : 1);
+}
+
 // A program's span s of head h, from no state (pass 0) or, forward, from the identity.
 struct MapOf { int s, h, pass; };
-template <class Args> INLINE MapOf map_of(const Args& a, bool forward, u32 said) {
-  const int i = uniform(lds32(said)), n = forward ? i >> 1 : i;
+template <class Args> INLINE MapOf map_of(const Args& a, bool forward) {
+  const int i = blockIdx.x, n = forward ? i >> 1 : i;
   return {n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
 }
 
 // The chunks that a map is found from; none: it is zero, or nobody asks.
 struct Reach { int t0, n; };
-// By all warps. `forgetting` is the rule's.
+// Whether span x forgets what enters it, by how many chunks, or -1; and so y, the one behind it.
+struct Forgets { int x, y; };
+// By all warps. `forgetting` is the rule's; y is x where nobody asks.
 template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapOf& m, bool forward, u32 said, int lane) {
-  auto forgets = [&](const Span& y) {
-    const int found = forgetting(a, forward ? y.end : y.begin, forward ? -1 : 1, y.end - y.begin, m.h, said, lane);
-    __syncthreads();  // all know it
-    return found;
-  };
-  const int mine = forgets(x);
-  if (mine < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C)};
-  if (m.pass) return {0, 0};
-  if (!(forward ? x.last : x.first) && forgets(span_of(a, forward ? m.s + 1 : m.s - 1)) >= 0) return {0, 0};
-  return {uniform(forward ? x.end - mine * C : x.begin), mine};
+  const bool behind = !m.pass && !(forward ? x.last : x.first);
+  const Span y = span_of(a, behind ? (forward ? m.s + 1 : m.s - 1) : m.s);
+  const Forgets found = forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, m.h, behind, said, lane)
+                                : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, m.h, behind, said, lane);
+  if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C)};
+  if (m.pass || (behind && found.y >= 0)) return {0, 0};
+  return {uniform(forward ? x.end - found.x * C : x.begin), found.x};
+}
+
+// Whether it is a transition of 0, of which nothing but the flag is written. By all warps.
+template <class Args> INLINE bool forgets_all(const Args& a, const MapOf& m, const Reach& r) {
+  if (m.pass && threadIdx.x == 0) a.flags[m.s * a.H + m.h] = !r.n;
+  return m.pass && !r.n;
 }
 
 // walk(S): over those chunks

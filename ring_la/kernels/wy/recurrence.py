@@ -12,7 +12,17 @@ from typing import ClassVar
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, OutputUse, Summary
+from ring_la.kernels.protocol import (
+    Adjoint,
+    Backward,
+    Border,
+    InputGradients,
+    Inputs,
+    Output,
+    OutputUse,
+    PieceTransitions,
+    Summary,
+)
 from ring_la.kernels.spans.crossing import Entered, cross, enter
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
@@ -82,7 +92,7 @@ class WYRecurrence:
             entering=entered.entering,
             transitions=transition if every else None,
             later_transitions=None if every else transition,
-            passed=entered.passed,
+            passed=None if entered.passed is None else entered.passed.A,
             u=states.u if dense and states is not None else None,
             states=None if states is None else states.states,
         )
@@ -117,7 +127,8 @@ class WYRecurrence:
         if border is not None:
             found = self._maps_back(backward, True)
             beside = border.beside if saved.states is None else None  # `_prepared` has something to do
-            crossed = cross(plan, found.back, dS_end, True, border, beside, saved.passed)
+            passed = None if saved.passed is None else PieceTransitions(saved.passed)
+            crossed = cross(plan, found.back, dS_end, True, border, beside, passed)
             prepared = self._prepared(backward, found.forward)
             return self._rest(backward, found.forward.products, prepared, crossed())
         if adjoint is not None:

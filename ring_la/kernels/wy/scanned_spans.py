@@ -23,6 +23,7 @@ from ring_la.kernels.protocol import (
     Inputs,
     Output,
     OutputUse,
+    PieceTransitions,
     SpanMaps,
     Summary,
 )
@@ -40,26 +41,32 @@ class FoundMaps(NamedTuple):
 
     @property
     def savable(self) -> tuple[Tensor | None, ...]:
-        return (self.maps.transition,)
+        return (self.maps.transition, self.maps.zero)
 
 
 class SpansLeft(NamedTuple):
-    """What a forward leaves for its gradients: the spans' transitions, the pieces' where states go through them, and
-    what its kernels take."""
+    """What a forward leaves for its gradients: the spans' transitions and which are 0, the same of the pieces where
+    states go through them, and what its kernels take."""
 
     transition: Tensor
+    zero: Tensor | None
     passed: Tensor | None
+    passed_zero: Tensor | None
     rest: tuple[Tensor | None, ...]
 
     @classmethod
     def of(cls, saved: tuple[Tensor | None, ...]) -> SpansLeft:
-        transition, passed, *rest = saved
+        transition, zero, passed, passed_zero, *rest = saved
         assert transition is not None
-        return cls(transition, passed, tuple(rest))
+        return cls(transition, zero, passed, passed_zero, tuple(rest))
 
     @property
     def flat(self) -> tuple[Tensor | None, ...]:
-        return (self.transition, self.passed, *self.rest)
+        return (*self[:-1], *self.rest)
+
+    @property
+    def through(self) -> PieceTransitions | None:
+        return None if self.passed is None else PieceTransitions(self.passed, self.passed_zero)
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,13 @@ class ScannedSpans:
         self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
     ) -> Output:
         maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
-        entered = self._entered(maps, S0, border, False)
+        entered = self.entered(maps, S0, border, False)
         o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
-        left = SpansLeft(maps.transition, entered.passed, saved).flat if self.use.saved else ()
-        return Output(o, entered.leaving, left)
+        left = SpansLeft(maps.transition, maps.zero, *(entered.passed or (None, None)), saved)
+        return Output(o, entered.leaving, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
-        found = FoundMaps(self._maps_back(backward))
+        found = FoundMaps(self.maps_back(backward))
         _, entering = prefix(self.plan, found.maps, self.plan.state(dS_end), True, enter=False)
         return Adjoint(entering, found)
 
@@ -113,24 +120,31 @@ class ScannedSpans:
         adjoint: Adjoint[FoundMaps] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        maps = self._maps_back(backward) if adjoint is None else adjoint.found.maps
+        maps = self.maps_back(backward) if adjoint is None else adjoint.found.maps
         left = SpansLeft.of(backward.saved)
-        entered = self._entered(maps, dS_end, border, True, left.passed)
+        entered = self.entered(maps, dS_end, border, True, left.through)
         grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
-    def _maps_back(self, backward: Backward) -> SpanMaps:
+    def maps_back(self, backward: Backward) -> SpanMaps:
+        """What each span does to the gradient of the state that leaves it."""
         left = SpansLeft.of(backward.saved)
         own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
-        return SpanMaps(self.plan.rule.transition, own, left.transition, True)
+        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
         return len(saved) == len(SpansLeft._fields) - 1 + self.kernels.left
 
-    def _entered(
-        self, maps: SpanMaps, S: Tensor | None, border: Border | None, reverse: bool, passed: Tensor | None = None
+    def entered(
+        self,
+        maps: SpanMaps,
+        S: Tensor | None,
+        border: Border | None,
+        reverse: bool,
+        passed: PieceTransitions | None = None,
     ) -> Entered:
+        """What enters the spans, given what enters the pieces from this rank; `passed`: that of the way forward."""
         S = self.plan.state(S)
         if border is None:
             return Entered(*prefix(self.plan, maps, S, reverse))

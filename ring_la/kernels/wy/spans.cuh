@@ -28,6 +28,10 @@ template <class Args> INLINE int* decided(const Args& a, int s, int h) { return 
 template <class Args> INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
 // The number of the next program; what `choose` keeps follows.
 template <class Args> INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
+// This program's number in launch `which` of a call: in the order that programs begin in, unless no span waits (`given`).
+template <class Args> INLINE int number(const Args& a, bool given, int which = 0) {
+  return given ? blockIdx.x : atomicAdd(ticket(a) + which, 1);
+}
 template <class Args> INLINE float beta_at(const Args& a, u64 i) {
 #if BETA_BF16
   return __uint_as_float((u32)((const u16*)a.beta)[i] << 16);
@@ -43,12 +47,12 @@ struct Choice { int s, h, back; };
 // The next span, or with `pick` one that waits, or that one waits for, before all others: those take longest, and come
 // last otherwise. A program that finds another leaves it on a list, from which programs take once all are looked at. So a span
 // that waits begins when it is found, and so has the one it waits for.
-// `forward`: the order of spans is that of tokens. bound(s, x, h): how many chunks, by all warps. A span without tokens: back 0.
-template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forward, u32 said, Bound bound) {
+// `forward`: the order of spans is that of tokens. `given`: none waits. bound(s, x, h): how many chunks, by all warps. A span without tokens: back 0.
+template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forward, bool given, u32 said, Bound bound) {
   const int total = a.count * a.heads;
   int* const left = ticket(a) + 1;  // how many were left, how many taken again, which
   for (;;) {
-    if (threadIdx.x == 0) sts32(said, atomicAdd(ticket(a), 1));
+    if (threadIdx.x == 0) sts32(said, number(a, given));
     __syncthreads();
     int i = uniform(lds32(said)), back = -1;
     const bool again = i >= total;

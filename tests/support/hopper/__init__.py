@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import shutil
 import struct
 import subprocess
@@ -67,11 +68,19 @@ def compiled(kernel: CudaKernel):
         pytest.skip("there is no g++")
     text = f'#include "{kernel.file}"\n' + MAIN.format(name=kernel.name)
     name = hashlib.sha256((text + str(kernel.defines)).encode()).hexdigest()[:16]
-    source, library = folder() / f"{name}.cpp", folder() / f"{name}.so"
+    library = folder() / f"{name}.so"
+    if not library.exists():  # of a folder that processes share
+        _compile(kernel, text, library)
+    return ctypes.CDLL(str(library)).start
+
+
+def _compile(kernel: CudaKernel, text: str, library: Path) -> None:
+    mine = library.with_suffix(f".{os.getpid()}")
+    source = mine.with_suffix(f"{mine.suffix}.cpp")
     source.write_text(text)
     how = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-include", FOLDER / "machine.hpp"]
-    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", library]
+    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", mine]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode:
         raise KernelError(done.stderr[:4000])
-    return ctypes.CDLL(str(library)).start
+    mine.rename(library)

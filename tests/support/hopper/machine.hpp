@@ -214,6 +214,8 @@ struct uint4 { uint32_t x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct ThreadIndex { struct { operator int() const { return machine::thread(); } } x; };
 static ThreadIndex threadIdx;
+struct ProgramIndex { struct { operator int() const { return machine::here().number; } } x; };
+static ProgramIndex blockIdx;
 __align__(1024) char smem[1];  // stands for a program's shared memory
 
 inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }

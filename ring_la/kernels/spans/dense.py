@@ -1,0 +1,247 @@
+"""The scan over spans of dense transitions (see `prefix`), and the product of each piece's transitions.
+
+Flags may say of some transitions that they are 0, which are not read then, and need not be written: what leaves such a
+span is what it adds. States at the ends of pieces are then found from the last such span on, and a product that has one
+is not made. A product with 0 is 0, so that leaving it out changes no bit but where it is not: what is infinite or NaN
+ends at such a span, and -0 that a span adds stays -0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.kernels.protocol import PieceTransitions, SpanMaps
+from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.spans import table
+from ring_la.kernels.spans.plan import SpanPlan
+from ring_la.kernels.spans.table import cdiv, width
+from ring_la.kernels.triton.tiles import SIZES
+
+FLAGS = 64
+"""Flags that a program reads at a time."""
+
+
+@triton.jit
+def spans_of(first, n, NS, VARLEN: tl.constexpr):
+    """A piece's first span, and how many it has."""
+    if VARLEN:
+        return tl.load(first + n * 2), tl.load(first + n * 2 + 1)
+    return 0, NS
+
+
+@triton.jit
+def _block(A, k, c, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A[k, c], or A[c, k] as such."""
+    at = c[None, :] * K + k[:, None] if TRANSPOSED else k[:, None] * K + c[None, :]
+    return tl.load(A + at, (k < K)[:, None] & (c < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _flags(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr):
+    """Those at positions p of a piece, in the direction of the scan; `spans`: its first span's row."""
+    s = count - 1 - p if REVERSE else p
+    return tl.load(zero + spans + s * H, p < count, other=0)
+
+
+@triton.jit
+def _next(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+    """The first position from p on whose transition is 0; `count`: there is none."""
+    found = count
+    while (p < count) & (found == count):
+        i = p + tl.arange(0, FLAGS)
+        found = tl.min(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, count), 0)
+        p += FLAGS
+    return found
+
+
+@triton.jit
+def _last(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+    """The last position whose transition is 0; -1: there is none."""
+    found = -1
+    for p in range(0, count, FLAGS):
+        i = p + tl.arange(0, FLAGS)
+        found = tl.maximum(found, tl.max(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, -1), 0))
+    return found
+
+
+@triton.jit
+def _products(
+    S, b_, A_, entering, spans, first, end, count, at, live, k, j, v, H: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, EYE: tl.constexpr, ENTER: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """S, which enters the span at position `first`, through those before `end`."""
+    for i in range(first, end):
+        row = spans + (count - 1 - i if REVERSE else i) * H
+        if ENTER or BJ < BK:
+            tl.store(entering + row * K * W + at, S, live)
+        if EYE:
+            acc = tl.zeros([BK, BV], tl.float32)
+        else:
+            acc = tl.load(b_ + row * K * W + at, live, other=0.0)
+        if BJ == BK:
+            S = tl.dot(_block(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
+        else:
+            tl.debug_barrier()
+            for m in range(0, K, BJ):
+                c = m + j
+                some = (c < K)[:, None] & (v < W)[None, :]
+                part = tl.load(entering + row * K * W + c[:, None] * W + v[None, :], some, other=0.0)
+                acc = tl.dot(_block(A_ + row * K * K, k, c, K, REVERSE), part, acc, input_precision="tf32x3")
+            S = acc
+    return S
+
+
+@triton.jit
+def _fold(
+    b_, A_, zero, S0, entering, leaving, spans, count, own, column, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, FLAGS: tl.constexpr, HAS_S0: tl.constexpr,
+    EYE: tl.constexpr, ENTER: tl.constexpr, KNOWN: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """BV columns of one piece's state [K, W] under dense transitions; EYE: of the product of the transitions, none of
+    which is 0. `spans`, `own`: the rows of its first span and of its own states."""
+    k = tl.arange(0, BK)
+    j = tl.arange(0, BJ)
+    v = column * BV + tl.arange(0, BV)
+    live = (k < K)[:, None] & (v < W)[None, :]
+    at = k[:, None] * W + v[None, :]
+    behind = -1  # the position that nothing before it matters behind
+    if KNOWN and not ENTER and not EYE:
+        behind = _last(zero, spans, count, H, REVERSE, FLAGS)
+    begin = tl.maximum(behind, 0)
+    row = spans + (tl.maximum(count - 1 - begin, 0) if REVERSE else begin) * H
+    if EYE:
+        S = _block(A_ + row * K * K, k, v, K, REVERSE)
+        if count == 0:
+            S = (k[:, None] == v[None, :]).to(tl.float32)
+    elif HAS_S0:
+        from_ = S0 + own * K * W
+        if behind >= 0:
+            from_ = b_ + row * K * W
+        S = tl.load(from_ + at, live, other=0.0)
+    else:
+        S = tl.load(b_ + row * K * W + at, live & (count > 0), other=0.0)
+        if ENTER:
+            tl.store(entering + row * K * W + at, tl.zeros([BK, BV], tl.float32), live & (count > 0))
+    p = behind + 1 if HAS_S0 else begin + 1
+    if KNOWN and ENTER:
+        while p < count:
+            end = _next(zero, spans, p, count, H, REVERSE, FLAGS)
+            S = _products(
+                S, b_, A_, entering, spans, p, end, count, at, live, k, j, v, H, K, W, BK, BJ, BV, EYE, ENTER, REVERSE
+            )  # fmt: skip
+            if end < count:
+                row = spans + (count - 1 - end if REVERSE else end) * H
+                tl.store(entering + row * K * W + at, S, live)
+                S = tl.load(b_ + row * K * W + at, live, other=0.0)
+            p = end + 1
+    else:
+        S = _products(
+            S, b_, A_, entering, spans, p, count, count, at, live, k, j, v, H, K, W, BK, BJ, BV, EYE, ENTER, REVERSE
+        )  # fmt: skip
+    tl.store(leaving + own * K * W + at, S, live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prefix_dense_kernel(
+    b_, A_, zero, S0, entering, leaving, before, passed, gone, first, NS, N, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, FLAGS: tl.constexpr, HAS_S0: tl.constexpr,
+    ENTER: tl.constexpr, STATES: tl.constexpr, MAPS: tl.constexpr, KNOWN: tl.constexpr, REVERSE: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Dense transitions A [B, NS, H, K, K]. Where A is too large for one tile (BJ < BK), its columns meet the state BJ
+    at a time, from `entering`.
+
+    STATES: the scan itself. MAPS: the product of each piece's transitions, by programs of their own, in `passed` [B, N,
+    H, K, K]; `before` [B, NS, H, K, K] is what `entering` is to states. KNOWN: `zero` [B, NS, H] says which transitions
+    are 0, and `gone` [B, N, H] then which products are.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV if STATES else 0
+    column = tl.program_id(0)
+    n = tl.program_id(1)
+    b = (tl.program_id(2) // H).to(tl.int64)
+    h = tl.program_id(2) % H
+    lo, count = spans_of(first, n, NS, VARLEN)
+    spans = (b * NS + lo) * H + h
+    own = (b * N + n) * H + h
+    if STATES:
+        if column < NV:
+            _fold(
+                b_, A_, zero, S0, entering, leaving, spans, count, own, column, H, K, V, BK, BJ, BV, FLAGS, HAS_S0,
+                False, ENTER, KNOWN, REVERSE,
+            )  # fmt: skip
+    if MAPS:
+        if column >= NV:
+            lost = count < 0
+            if KNOWN:
+                lost = _last(zero, spans, count, H, REVERSE, FLAGS) >= 0
+                if column == NV:
+                    tl.store(gone + own, lost.to(tl.int32))
+            if lost:
+                _clear(passed + own * K * K, column - NV, K, BK, BV)
+            else:
+                _fold(
+                    A_, A_, zero, A_, before, passed, spans, count, own, column - NV, H, K, K, BK, BJ, BV, FLAGS,
+                    False, True, ENTER, KNOWN, REVERSE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _clear(to, column, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """BV columns of a product that is 0."""
+    k = tl.arange(0, BK)
+    v = column * BV + tl.arange(0, BV)
+    tl.store(to + k[:, None] * K + v[None, :], tl.zeros([BK, BV], tl.float32), (k < K)[:, None] & (v < K)[None, :])
+
+
+class DensePrefix(NamedTuple):
+    """What `prefix_dense_kernel` fills, as far as it is there: the states leaving the pieces, the pieces' transitions;
+    states and transitions before each span, which transitions that are read in parts meet there."""
+
+    leaving: Tensor | None = None
+    transitions: PieceTransitions | None = None
+    entering: Tensor | None = None
+    before: Tensor | None = None
+
+
+def prefix_dense(
+    plan: SpanPlan, maps: SpanMaps, S0: Tensor | None, out: DensePrefix, reverse: bool = False, enter: bool = False
+) -> None:
+    """`prefix_dense_kernel` for states or transitions or both."""
+    _, _, H, _, K, V = plan.sizes
+    states, products = out.leaving is not None, out.transitions is not None
+    spans, known = plan.spans, maps.zero is not None
+    how = plan.fitting((table.PREFIX_MAPS if products else table.PREFIX)[max(64, width(K))])
+    launch(
+        prefix_dense_kernel, (cdiv(V, how.block) * states + cdiv(K, how.block) * products, spans.pieces, plan.rows),
+        *filled(
+            maps.own, maps.transition, maps.zero, S0, out.entering, out.leaving, out.before,
+            *(out.transitions or (None, None)),
+        ),
+        spans.first, spans.count, spans.pieces, H=H, K=K, V=V, BK=width(K), BJ=_part(plan), BV=how.block, FLAGS=FLAGS,
+        HAS_S0=S0 is not None, ENTER=enter, STATES=states, MAPS=products, KNOWN=known, REVERSE=reverse,
+        VARLEN=plan.packed, **how.options,
+    )  # fmt: skip
+
+
+def room_for_transitions(plan: SpanPlan, maps: SpanMaps) -> PieceTransitions:
+    """For the products of the pieces' transitions."""
+    B, _, H, _, K, _ = plan.sizes
+    known = maps.zero is not None
+    zero = plan.new(B, plan.spans.pieces, H, dtype=torch.int32) if known else None
+    return PieceTransitions(plan.new(B, plan.spans.pieces, H, K, K), zero)
+
+
+def in_parts(plan: SpanPlan) -> bool:
+    """Whether a dense transition meets the state in parts, which it finds in `entering`."""
+    return plan.dense and _part(plan) < width(plan.sizes.K)
+
+
+def _part(plan: SpanPlan) -> int:
+    """Columns of a dense transition that a scan reads at a time: all up to 128."""
+    return width(plan.sizes.K) if width(plan.sizes.K) <= 128 else 32

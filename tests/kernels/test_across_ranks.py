@@ -1,0 +1,131 @@
+"""Split calls by the kernels in CUDA C++, run on a CPU (`tests.support.hopper`), against one device in fp64: the ranks
+are processes, which exchange states by messages or by mailboxes in files.
+
+Spans are of 64 tokens. Heads forget in all of them, in none, and in the spans of every other run of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ring_la
+from tests.support import hopper
+from tests.support.file_mailboxes import over_files
+from tests.support.interpreter import interpreted
+from tests.support.pool import group
+
+interpreted()
+
+LIMIT = 6e-3
+"""Relative error of bf16, as on a GPU."""
+RUN = 96
+"""Tokens that a head forgets in, or does not."""
+
+
+def emulated(folder: str) -> ExitStack:
+    """The kernels, and what chooses them, as on a GPU; what they are compiled to lies in a folder of all ranks."""
+    from ring_la.kernels import choice, families
+    from ring_la.kernels.wy import gdn_launches, kda_launches, one_launch
+
+    changes = ExitStack()
+
+    def change(where, **named) -> None:
+        for name, value in named.items():
+            changes.enter_context(mock.patch.object(where, name, value))
+
+    def here(module, name):
+        made = getattr(module, name)
+        return functools.cache(lambda *how, **more: hopper.Emulated(made(*how, **more)))
+
+    change(hopper, folder=lambda: Path(folder))
+    change(choice, unsupported=lambda rule, x, recurrent=False: families.unsupported(rule, x))
+    change(one_launch, unsupported=lambda inputs, packed: "", ACROSS=one_launch.Least(0, 0, 0), LEAST=0)
+    for module in (gdn_launches, kda_launches):
+        change(module, multiprocessors=lambda device: 10**6)
+    change(gdn_launches, across=lambda *sizes: (64, 64), span=lambda *sizes: 64)
+    change(gdn_launches, forward_kernel=here(gdn_launches, "forward_kernel"))
+    change(gdn_launches, backward_kernel=here(gdn_launches, "backward_kernel"))
+    change(kda_launches, kernel=here(kda_launches, "kernel"))
+    return changes
+
+
+def drawn(T: int, diagonal: bool) -> dict[str, Tensor]:
+    """Tokens of three heads: one forgets, one does not, one does in every other run."""
+    torch.manual_seed(0)
+    q, k = (F.normalize(torch.randn(1, T, 3, 128), dim=-1).bfloat16() for _ in range(2))
+    falls = torch.arange(T) // RUN % 2 == 0
+    fall = torch.stack([torch.full((T,), 2.0), torch.full((T,), 0.01), torch.where(falls, 2.0, 0.01)], 1)
+    g = fall[..., None] * F.logsigmoid(torch.randn(1, T, 3, 128))
+    v, beta = torch.randn(1, T, 3, 128).bfloat16(), torch.randn(1, T, 3).sigmoid()
+    return {"q": q, "k": k, "v": v, "g": (g if diagonal else g[..., 0]).clamp(-5, 0), "beta": beta}
+
+
+def ended(function, x: dict[str, Tensor], S0: Tensor | None, do: Tensor, dS: Tensor | None, **where) -> list[Tensor]:
+    """o, the final state if its gradient is given, and all gradients."""
+    leaves = [t.clone().requires_grad_() for t in (*x.values(), *(() if S0 is None else (S0,)))]
+    out = function(
+        *leaves[: len(x)],
+        initial_state=None if S0 is None else leaves[-1],
+        output_final_state=dS is not None,
+        **where,
+    )
+    outs, given = ([out.o], [do]) if dS is None else ([out.o, out.final_state], [do, dS])
+    return [t.detach() for t in outs] + list(torch.autograd.grad(outs, leaves, given))
+
+
+def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int, ...] | None, files: bool, T: int):
+    """Squares of errors and of what is true, of each result with initial and final states and without; how many calls
+    went by these kernels."""
+    from ring_la.kernels.wy.scanned_spans import ScannedSpans
+
+    cp = ring_la.ContextParallel(group(size), scan="ring", validate="never")
+    if files:
+        cp.comm = over_files(rank, size, folder, room=2048)
+        cp.comm.transport = cp.comm.mailboxes.torch
+    function = {
+        "kda": functools.partial(ring_la.kda, lower_bound=-5.0),
+        "gated_delta_rule": ring_la.gated_delta_rule,
+    }[name]
+    layout, x, N = cp.layout(T, kind, cu), drawn(T, name == "kda"), 1 if cu is None else len(cu) - 1
+    S0, dS, do = torch.randn(N, 3, 128, 128), torch.randn(N, 3, 128, 128), torch.randn(1, T, 3, 128).bfloat16()
+    wide = {n: t.double() for n, t in x.items()}
+    offsets, squares = None if cu is None else torch.tensor(cu), []
+    with emulated(folder), mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of) as calls:
+        for states in (True, False):
+            first, last = (S0, dS) if states else (None, None)
+            whole = ended(
+                function, wide, S0.double() if states else None, do.double(), dS.double() if states else None,
+                cu_seqlens=offsets, backend="torch",
+            )  # fmt: skip
+            mine = {n: layout.shard(t) for n, t in x.items()}
+            each = None if last is None else last / size  # the sum over ranks counts
+            got = ended(function, mine, first, layout.shard(do), each, layout=layout)
+            alike = {1, len(got) - 1} if states else set()  # states are those of all ranks
+            for i, (found, true) in enumerate(zip(got, whole, strict=True)):
+                true = true if i in alike else layout.shard(true)
+                squares.append(((found.double() - true).square().sum().item(), true.square().sum().item()))
+    return torch.tensor(squares, dtype=torch.float64), calls.call_count
+
+
+CASES = [
+    ("kda", 2, "zigzag", (0, 150, 520), True),
+    ("gated_delta_rule", 3, "contiguous", None, True),
+    ("kda", 2, "contiguous", None, False),
+]
+"""Rule, ranks, layout, documents, mailboxes."""
+
+
+@pytest.mark.parametrize(("name", "size", "kind", "cu", "files"), CASES)
+def test_against_one_device(ranks, tmp_path, name, size, kind, cu, files):
+    found = ranks.run(size, check, size, str(tmp_path), name, kind, cu, files, 520, timeout=600)
+    errors, sizes = sum(squares for squares, _ in found).unbind(1)
+    assert (errors / sizes).sqrt().max() <= LIMIT
+    assert all(calls >= 4 for _, calls in found)
