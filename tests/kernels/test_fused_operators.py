@@ -21,6 +21,10 @@ def leaf(*shape: int) -> Tensor:
     ).requires_grad_()
 
 
+def positive(*shape: int) -> Tensor:
+    return leaf(*shape).detach().abs().add(0.1).requires_grad_()
+
+
 CASES = {
     "short_conv": (short_conv.short_conv, (leaf(1, 8, 3), leaf(3, 4), leaf(3), leaf(1, 3, 3, 3), CU, True, True)),
     "short_conv, bare": (short_conv.short_conv, (leaf(2, 5, 3), leaf(3, 2), None, None, None, False, False)),
@@ -40,6 +44,14 @@ CASES = {
     "sum_and_read, bare": (
         outer.sum_and_read_op,
         (leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 5, 2, 2), None, None, 0.5),
+    ),
+    "read_quotient": (
+        outer.read_quotient_op,
+        (positive(1, 8, 1, 3), positive(1, 8, 1, 3), positive(1, 3, 2, 3, 3), CU, 0.5, 0.1),
+    ),
+    "read_quotient, bare": (
+        outer.read_quotient_op,
+        (positive(2, 5, 2, 3), None, positive(2, 1, 2, 3, 3), None, 0.5, 0.1),
     ),
     "logsigmoid": (log_decay.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
 }

@@ -9,7 +9,7 @@ from tests.support.interpreter import interpreted
 
 interpreted()
 
-from ring_la.kernels.fused.bidirectional_kernel import read, total  # noqa: E402
+from ring_la.kernels.fused.bidirectional_kernel import quotient, read, total  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # batch, tokens, heads of q and k, heads of v, K, V, offsets
@@ -19,20 +19,27 @@ CASES = {  # batch, tokens, heads of q and k, heads of v, K, V, offsets
 
 
 def read_case(name: str, dtype: torch.dtype = torch.float32, times: int = 1) -> tuple[list, list, list]:
-    """(true, by the kernels, by PyTorch): S, o and the transposed form."""
+    """(true, by the kernels, by PyTorch): S, o, the transposed form, and o over a denominator, of q or of its own."""
     B, T, HK, H, K, V, offsets = CASES[name]
     torch.manual_seed(0)
     cu = None if offsets is None else torch.tensor(offsets, device=DEVICE) * times
     k = torch.randn(B, T * times, HK, K, device=DEVICE, dtype=dtype)
     v = torch.randn(B, T * times, H, V, device=DEVICE, dtype=dtype)
-    true = results(k.double(), v.double(), cu, plain_total, outer.plain_read_state)
-    return true, results(k, v, cu, total, read), results(k, v, cu, plain_total, outer.plain_read_state)
+    plain = plain_total, outer.plain_read_state, outer.plain_read_quotient
+    return (
+        results(k.double(), v.double(), cu, *plain),
+        results(k, v, cu, total, read, quotient),
+        results(k, v, cu, *plain),
+    )
 
 
 def plain_total(k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, scale: float) -> torch.Tensor:
     return scale * outer.plain_outer_sum(k, v, cu)
 
 
-def results(k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, total, reading) -> list[torch.Tensor]:
+def results(k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, total, reading, dividing) -> list[torch.Tensor]:
     S = total(k, v, cu, 0.7)
-    return [S, reading(k, S, cu, 0.5, False), reading(v, S, cu, 0.5, True)]
+    positive, one = k.abs(), v.new_ones(*v.shape[:3], 1)
+    both = torch.cat([S, total(positive, one, cu, 1.0)], -1)
+    divided = [dividing(positive, own, both, cu, 0.5, 1e-15) for own in (None, positive.flip(1))]
+    return [S, reading(k, S, cu, 0.5, False), reading(v, S, cu, 0.5, True), *divided]
