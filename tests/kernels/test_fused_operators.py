@@ -9,7 +9,7 @@ from torch import Tensor
 from ring_la.errors import SecondDerivativeError
 from ring_la.kernels import operators as ops
 from ring_la.kernels.fused import bidirectional as outer
-from ring_la.kernels.fused import discretise, log_decay, short_conv, swiglu, unit_length
+from ring_la.kernels.fused import discretise, log_decay, short_conv, swiglu, turned, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -31,6 +31,10 @@ CASES = {
     "unit_length": (unit_length.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
     "log_decay": (log_decay.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
+    "relu_and_turn": (
+        turned.relu_and_turn_op,
+        (leaf(2, 3, 2, 4), leaf(3, 1, 4)[None].detach(), leaf(1, 3, 1, 4).detach()),
+    ),
     "swiglu": (swiglu.swiglu_op, (leaf(2, 3, 10),)),
     "discretise": (discretise.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), leaf(3), True)),
     "discretise, bare": (discretise.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), None, False)),
