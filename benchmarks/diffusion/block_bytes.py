@@ -1,17 +1,21 @@
-"""Bytes that the operations of one transformer block read and write, Diffusers' way and ours, without a GPU.
+"""Bytes that the operations of one transformer block read and write, and what a step holds at once, Diffusers' way and
+ours, without a GPU.
 
     python -m benchmarks.diffusion.block_bytes --model sana,sana_video --rows 12
 
 A step of a model of published shape, in bf16, runs on meta tensors of its first size: they have shapes, strides and
 dtypes and no numbers. One rank; two blocks less one. Every operation that is no view is counted, with what it reads
-and what it writes; an operator of ring_la is one operation. `turned` are the bytes of operations that read one order of
-dimensions and write another, which take a GPU longer than a copy.
+and what it writes; an operator of ring_la is one operation, and so is softmax attention. `turned` are the bytes of
+operations that read one order of dimensions and write another, which take a GPU longer than a copy. "At once" is the
+most memory that what a step makes takes together, in tensors of the image's tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -25,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 import ring_la
 from ring_la.cli.options import count
-from ring_la.integrations.diffusers import parallelize
+from ring_la.integrations.diffusers import linear, parallelize
 from ring_la.kernels.fused import bidirectional as steps
+from ring_la.kernels.fused import turned
 from ring_la.recurrences import bidirectional as fused
 
 from ..options import names
@@ -34,9 +39,20 @@ from .shapes import SHAPES, Shape
 
 BANDWIDTH = 4.1e12
 """Bytes a second that a copy reads and writes on an H200."""
-KERNELS = mock.patch.multiple(fused, outer_sum=steps.outer_sum_op, read_state=lambda *x: steps.read_state_op(*x, False))
+KERNELS = (
+    mock.patch.multiple(fused, outer_sum=steps.outer_sum_op, read_quotient=steps.read_quotient_op),
+    mock.patch.object(linear, "relu_and_turn", turned.relu_and_turn_op),
+)
 """The operators that CUDA tensors go through."""
 FREE = ("empty", "new_empty", "_unsafe_view", "detach", "set_")
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+
+ATTENTION = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
+"""Of meta tensors softmax attention is many operations."""
 
 
 class Counted(TorchDispatchMode):
@@ -44,12 +60,15 @@ class Counted(TorchDispatchMode):
 
     Attributes:
         moved: read and written, by the operation's name and dtypes. turned: those of them that change the order.
+        at_once: the most that tensors made here have taken together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.moved: Counter[str] = Counter()
         self.turned: Counter[str] = Counter()
+        self.at_once = 0
+        self._held: dict[int, int] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
@@ -57,6 +76,7 @@ class Counted(TorchDispatchMode):
             out = out.contiguous(memory_format=suggest_memory_format(args[0]))
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self._hold([] if op.is_view else made)
         name = op.name().partition("::")[2].partition(".")[0]
         if op.is_view or not made or name.startswith(FREE):
             return out
@@ -74,6 +94,14 @@ class Counted(TorchDispatchMode):
         if len(orders) > 1 and not name.endswith("mm"):
             self.turned[key] += moved
         return out
+
+    def _hold(self, made: list[Tensor]) -> None:
+        for x in made:
+            storage = x.untyped_storage()
+            if storage._cdata not in self._held:
+                self._held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._held.pop, storage._cdata)
+        self.at_once = max(self.at_once, sum(self._held.values()))
 
 
 def _bytes(x: Tensor) -> int:
@@ -97,7 +125,9 @@ def _dtype(x: Tensor) -> str:
 def counted(shape: Shape, layers: int, cp: ring_la.ContextParallel | None) -> Counted:
     """A step of so many blocks; by ours with `cp`."""
     before = torch.get_default_dtype()
-    with torch.no_grad(), KERNELS:
+    with torch.no_grad(), ExitStack() as patched:
+        for patch in (*KERNELS, ATTENTION):
+            patched.enter_context(patch)
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device("meta"):
@@ -112,10 +142,20 @@ def counted(shape: Shape, layers: int, cp: ring_la.ContextParallel | None) -> Co
     return found
 
 
-def a_block(shape: Shape, cp: ring_la.ContextParallel | None) -> tuple[Counter[str], Counter[str]]:
-    """Bytes of a block, moved and turned."""
-    one, two = (counted(shape, layers, cp) for layers in (1, 2))
-    return two.moved - one.moved, two.turned - one.turned
+def a_block(shape: Shape, cp: ring_la.ContextParallel | None) -> tuple[Counter[str], Counter[str], int]:
+    """Bytes of a block, moved and turned, and what a step of four blocks holds at once."""
+    one, two, four = (counted(shape, layers, cp) for layers in (1, 2, 4))
+    return two.moved - one.moved, two.turned - one.turned, four.at_once
+
+
+def of_tokens(shape: Shape) -> int:
+    """Bytes of a tensor of the image's tokens, of SANA's width, in bf16."""
+    model = getattr(diffusers, shape.model)
+    with torch.device("meta"):
+        blocks = model(**shape.config, **shape.of_layers(1)).transformer_blocks
+        latents = shape.inputs(torch.randn, shape.sizes[0], False)["hidden_states"]
+    patch = shape.config.get("patch_size", 2 if latents.dim() == 5 else 1)
+    return latents[0, 0].numel() // patch**2 * blocks[0].attn1.to_q.in_features * 2
 
 
 def main() -> None:
@@ -130,11 +170,12 @@ def main() -> None:
         shape = SHAPES[model]
         depth = next(iter(shape.depth.values()))
         for arm, given in (("diffusers", None), ("ours", cp)):
-            moved, turned = a_block(shape, given)
+            moved, turned, held = a_block(shape, given)
             whole, strided = sum(moved.values()), sum(turned.values())
-            ms = 1e3 * depth * whole / BANDWIDTH
+            ms, tensors = 1e3 * depth * whole / BANDWIDTH, held / of_tokens(shape)
             print(
                 f"{model} {arm}: {whole / 1e6:,.0f} MB a block, {strided / 1e6:,.0f} turned; {depth} blocks {ms:.1f} ms"
+                f"; {tensors:.1f} tensors at once"
             )
             for key, size in moved.most_common(options.rows):
                 print(f"    {size / 1e6:9,.1f} MB  {turned[key] / 1e6:9,.1f} turned  {key}")

@@ -9,6 +9,7 @@ under its Ulysses on two ranks (2e-7); its HunyuanVideo is 4 % off.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ from ring_la.errors import ArgumentError, UnsupportedError
 
 PEERS = ("diffusers_ulysses", "diffusers_ring", "diffusers_usp", "diffusers_ulysses_anything")
 XDIT = ("xdit_ulysses", "xdit_ring", "xdit_usp")
+
+PACKAGES = ("xfuser", "yunchang", "distvae")
+"""What xDiT's arms import."""
 
 WORDS = {"flux": 512, "qwen": 256, "wan": 512, "hunyuan_video": 256}
 """Tokens of text that its runners say before a run, as `SHAPES` draw them."""
@@ -62,6 +66,9 @@ def xdit_model(model: str, arm: str, ranks: int, on_cuda: bool) -> Callable[...,
     if model not in WRAPPERS:
         raise UnsupportedError("model", f"one of {', '.join(WRAPPERS)} for xDiT", model)
     ulysses, ring = degrees(arm, ranks)
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]  # said now: xfuser's import is long
+    if missing:
+        raise UnsupportedError("arms", f"{', '.join(PACKAGES)} installed for {arm}", f"no {', '.join(missing)}")
     xfuser = importlib.import_module("xfuser")
     parallel = importlib.import_module("xfuser.core.distributed")
     state = importlib.import_module("xfuser.core.distributed.parallel_state")

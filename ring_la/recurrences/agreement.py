@@ -56,7 +56,7 @@ def signature(
         ("rule", str(r.rule)),
         ("causal", r.causal),
         *[(r.name(f), Facts.of(x, 1)) for f, x in zip(Inputs._fields, r.inputs) if x is not None],
-        ("normalizer", None if r.normalizer is None else tuple([Facts.of(x, 1) for x in r.normalizer])),
+        ("normalizer", None if r.normalizer is None else tuple([Facts.of(x, 1) for x in r.normalizer[:2]])),
         ("initial_state", None if state is None else Facts.of(state)),
         *[(n, getattr(options, n)) for n in ("scale", "use_qk_l2norm", "output_final_state", "mode", "backend")],
         ("gradients", torch.is_grad_enabled()),

@@ -1,6 +1,6 @@
 """Linear attention without a direction: every token reads its document's whole state, as diffusion models do.
 
-    S_doc = Σ_t k_t v_tᵀ,        o_t = scale · S_docᵀ q_t
+    S_doc = Σ_t k_t v_tᵀ,        o_t = scale · S_docᵀ q_t,        or that over scale · (Σ k')ᵀ q'_t + eps
 
 Tokens add up to documents on each rank, documents over ranks by one all-reduce; no order, so no scan.
 """
@@ -14,20 +14,18 @@ from ..autograd import full_precision
 from ..comm import Replicated, SumOverRanks
 from ..context import ShardedLayout
 from ..kernels import Inputs, state_dtype
-from ..kernels.fused.bidirectional import outer_sum, read_state, sum_and_read
+from ..kernels.fused.bidirectional import outer_sum, read_quotient, read_state, sum_and_read
 from ..outputs import LinearAttentionOutput
-from .definition import CommonOptions
-
-Normalizer = tuple[Tensor, Tensor] | None
+from .definition import CommonOptions, Normalizer
 
 
 def bidirectional(
-    inputs: Inputs, scale: float, options: CommonOptions, normalizer: Normalizer = None
+    inputs: Inputs, scale: float, options: CommonOptions, normalizer: Normalizer | None = None
 ) -> LinearAttentionOutput:
     """o ``[B, T, H, V]`` and each document's state ``[N, H, K, V]``, of q, k ``[B,T,Hk,K]`` and v ``[B,T,H,V]``.
 
-    An initial state ``[N, H, K, V]`` is added to every document's sum. With a `normalizer`, q' and k' of a denominator
-    of its own, o and the state have one column more: ``scale · q'ᵀ Σ k'`` and Σ k'.
+    An initial state ``[N, H, K, V]`` is added to every document's sum. With a `normalizer` the state has one column
+    more, Σ k'.
     """
     initial = options.initial_state
     with full_precision(inputs.q):
@@ -52,20 +50,20 @@ def _local(inputs: Inputs, scale: float, initial: Tensor | None, cu: Tensor | No
 def _normalized(
     inputs: Inputs, scale: float, initial: Tensor | None, cu: Tensor | None, normalizer: Normalizer
 ) -> tuple[Tensor, Tensor]:
-    """One device, with a denominator of its own."""
+    """One device, with a denominator."""
     S = _sums(inputs, cu, normalizer)
     if initial is not None:
         S = S + (initial[:, None] if cu is None else initial[None]).to(S.dtype)
     return _read(inputs, S, cu, scale, normalizer), S[:, 0] if cu is None else S[0]
 
 
-def _sums(inputs: Inputs, cu: Tensor | None, normalizer: Normalizer) -> Tensor:
+def _sums(inputs: Inputs, cu: Tensor | None, normalizer: Normalizer | None) -> Tensor:
     """What this rank's tokens add to each of its pieces, ``[B, N, H, K, V]``, or with Σ k' as one more column."""
     k, v = inputs.k, inputs.v
     S = outer_sum(k, v, cu)
     if normalizer is None:
         return S
-    return torch.cat([S, _key_sums(normalizer[1], v.shape[2], cu).to(S.dtype)], -1)
+    return torch.cat([S, _key_sums(normalizer.k, v.shape[2], cu).to(S.dtype)], -1)
 
 
 def _key_sums(k: Tensor, heads: int, cu: Tensor | None) -> Tensor:
@@ -76,16 +74,16 @@ def _key_sums(k: Tensor, heads: int, cu: Tensor | None) -> Tensor:
     return total.repeat_interleave(heads // k.shape[2], 1)[:, None, ..., None]
 
 
-def _read(inputs: Inputs, S: Tensor, cu: Tensor | None, scale: float, normalizer: Normalizer) -> Tensor:
+def _read(inputs: Inputs, S: Tensor, cu: Tensor | None, scale: float, normalizer: Normalizer | None) -> Tensor:
     """What this rank's tokens read."""
-    if normalizer is None or normalizer[0] is inputs.q:
+    if normalizer is None:
         return read_state(inputs.q, S, cu, scale)
-    numerator = read_state(inputs.q, S[..., :-1].contiguous(), cu, scale)
-    return torch.cat([numerator, read_state(normalizer[0], S[..., -1:].contiguous(), cu, scale)], -1)
+    own = None if normalizer.q is inputs.q else normalizer.q.to(inputs.q.dtype)
+    return read_quotient(inputs.q, own, S, cu, scale, normalizer.eps)
 
 
 def _split(
-    inputs: Inputs, scale: float, initial: Tensor | None, layout: ShardedLayout, normalizer: Normalizer
+    inputs: Inputs, scale: float, initial: Tensor | None, layout: ShardedLayout, normalizer: Normalizer | None
 ) -> tuple[Tensor, Tensor]:
     """The same of this rank's tokens: pieces add up to documents, and documents over ranks."""
     if not layout.packed:  # a batch row is a document

@@ -20,6 +20,14 @@ from ..outputs import LinearAttentionOutput
 from .arguments import Argument
 
 
+class Normalizer(NamedTuple):
+    """A denominator ``scale · qᵀ Σ k + eps`` of linear attention without a direction: tokens' own q and k."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class Recurrence(NamedTuple):
     """One recurrence, with the tensors of a call.
 
@@ -29,8 +37,7 @@ class Recurrence(NamedTuple):
         causal: False: every token reads the state after its document's last token.
         readout: what becomes of ``scale · Sᵀ q``; None: it is o.
         names: the caller's names of the inputs where they differ, for messages.
-        normalizer: q and k of the denominator's own, whose read-out stands in one more column of the output; without a
-            direction only.
+        normalizer: what o is divided by; without a direction only. States have Σ k as one more column then.
         decays: the heads' log-decays where every token's are the same: what gives them, or the caller's tensor.
         wide_queries: q may be fp32 beside narrower k and v; its gradient is then not rounded.
         unit: q and k are of unit length already where that was asked for.
@@ -42,7 +49,7 @@ class Recurrence(NamedTuple):
     readout: Callable[[Tensor], Tensor] | None = None
     names: Mapping[str, str] = {}
     decays: Callable[[], tuple[float, ...]] | Tensor | None = None
-    normalizer: tuple[Tensor, Tensor] | None = None
+    normalizer: Normalizer | None = None
     wide_queries: bool = False
     unit: bool = False
 

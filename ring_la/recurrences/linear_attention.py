@@ -10,7 +10,7 @@ from ..checks import check_flag
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels import Inputs
 from .arguments import KEY, QUERY, VALUE
-from .definition import Recurrence
+from .definition import Normalizer, Recurrence
 from .recurrence import recurrence
 
 EPS = 1e-10
@@ -39,8 +39,8 @@ def linear_attention(
         q, k: ``[B, T, Hk, K]``, after the feature map.
         v: ``[B, T, H, V]`` with H a multiple of Hk.
         causal: False: every token reads the state after its document's last token (diffusion models).
-        normalize: divide by ``scale · qᵀ Σ k + eps``. The running sum of keys rides as one more value column, so
-            states are then ``[N, H, K, V+1]``: ``[..., :V]`` is Σ k vᵀ, ``[..., V]`` is Σ k.
+        normalize: divide by ``scale · qᵀ Σ k + eps``. States are then ``[N, H, K, V+1]``: ``[..., :V]`` is Σ k vᵀ,
+            ``[..., V]`` is Σ k.
         normalizer_q, normalizer_k: the q and k of that denominator, like q and k, where they are others (SANA-Video
             rotates those of the numerator alone). Both with normalize=True and causal=False; the sum of keys travels
             with the state, in one exchange.
@@ -58,18 +58,20 @@ def linear_attention(
 def _normalized(
     q: Tensor, k: Tensor, v: Tensor, eps: float, causal: bool, own: tuple[Tensor, Tensor] | None
 ) -> Recurrence:
-    """Divided by a denominator that rides as one more value column, of q and k or of its `own`."""
+    """Divided by a denominator of q and k or of its `own`: where tokens have an order, as one more value column."""
+    if not causal:
+        one = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        inputs = Inputs(q.to(one), k.to(one), v.to(one))
+        denominator = Normalizer(*((inputs.q, inputs.k) if own is None else own), eps)
+        rounded = None if v.dtype == one else lambda o: o.to(v.dtype)
+        return Recurrence(RULE, inputs, causal=False, normalizer=denominator, readout=rounded)
     wide = torch.promote_types(v.dtype, torch.float32)
 
     def readout(o: Tensor) -> Tensor:
         return (o[..., :-1] / (o[..., -1:] + eps)).to(v.dtype)
 
-    if causal:
-        with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
-        return Recurrence(RULE, Inputs(q.to(wide), k.to(wide), with_one), readout=readout)
-    inputs = Inputs(q.to(wide), k.to(wide), v.to(wide))
-    denominator = (inputs.q, k) if own is None else (own[0].to(wide), own[1])  # keys are only summed, in fp32
-    return Recurrence(RULE, inputs, causal=False, normalizer=denominator, readout=readout)
+    with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
+    return Recurrence(RULE, Inputs(q.to(wide), k.to(wide), with_one), readout=readout)
 
 
 def _own_normalizer(

@@ -18,7 +18,7 @@ from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..kernels import Inputs, state_dtype
 from ..schemas import declared, taken_apart
-from .definition import CommonOptions, Recurrence
+from .definition import CommonOptions, Normalizer, Recurrence
 from .run import agreed, compute
 
 
@@ -31,7 +31,7 @@ class RecurrenceOthers(NamedTuple):
     """What a split call has beside its inputs.
 
     Attributes:
-        normalizer_q, normalizer_k: a denominator's own q and k: o and the states have a column more.
+        normalizer_q, normalizer_k, eps: a denominator, with which the states have a column more.
         layout: its number. documents: how many there are.
         name: of the definition. names: as `names_of` gives them. flags: of the function's own, for messages.
         form: the mode: torch's functionalisation cannot pass on an argument of that name.
@@ -41,6 +41,7 @@ class RecurrenceOthers(NamedTuple):
     initial_state: Tensor | None
     normalizer_q: Tensor | None
     normalizer_k: Tensor | None
+    eps: float
     layout: int
     documents: int
     name: str
@@ -61,7 +62,9 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     choice = cast(Mode, call.form), cast("RecurrenceBackend | None", call.backend)
     options = CommonOptions(call.scale, call.initial_state, call.final, False, found(call.layout), None, *choice)
 
-    own = None if call.normalizer_q is None or call.normalizer_k is None else (call.normalizer_q, call.normalizer_k)
+    own = None
+    if call.normalizer_q is not None and call.normalizer_k is not None:
+        own = Normalizer(call.normalizer_q, call.normalizer_k, call.eps)
 
     def described() -> Recurrence:
         return Recurrence(Rule.parse(call.rule), inputs, call.causal, names=named, normalizer=own)
@@ -75,8 +78,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     like, more = inputs.like_output(Rule.parse(call.rule)), int(call.normalizer_q is not None)
     *outer, width = inputs.state
     shape = (call.documents, *outer, width + more) if call.final else (0,)
-    o = like.new_empty((*like.shape[:-1], like.shape[-1] + more))
-    return o, inputs.q.new_empty(shape, dtype=state_dtype(*inputs))
+    return like.new_empty(like.shape), inputs.q.new_empty(shape, dtype=state_dtype(*inputs))
 
 
 split_recurrence = SplitOperator(

@@ -271,7 +271,7 @@ def _traced(
     assert layout is not None
     inputs = ready(r.inputs, r.made_unit(options))
     documents = layout.num_documents if layout.packed else inputs.q.shape[0]
-    own = unit(r.normalizer, options.use_qk_l2norm) or (None, None)
+    own = unit(r.normalizer, options.use_qk_l2norm) or (None, None, 0.0)
     others = RecurrenceOthers(
         options.initial_state, *own, layout=layout.number, documents=documents, name=definition.name,
         rule=str(r.rule), scale=definition.scale(options, inputs.q.shape[-1]), form=options.mode,

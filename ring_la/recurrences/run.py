@@ -19,7 +19,7 @@ from ..outputs import LinearAttentionOutput
 from .agreement import Flags, agree, known
 from .bidirectional import bidirectional
 from .checks import check
-from .definition import CommonOptions, Recurrence
+from .definition import CommonOptions, Normalizer, Recurrence
 
 
 class AgreedCall(NamedTuple):
@@ -107,7 +107,7 @@ def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLa
 
 def _shapes(r: Recurrence, options: CommonOptions) -> list:
     """What checks look at."""
-    given = (*r.inputs, options.initial_state, *(r.normalizer or ()))
+    given = (*r.inputs, options.initial_state, *(() if r.normalizer is None else r.normalizer[:2]))
     found: list = [x if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in given]
     scale, _, final, unit_length, _, cu_seqlens, *rest = options
     found += r.rule, r.causal, scale, final, unit_length, cu_seqlens, *rest, torch.is_grad_enabled()
@@ -137,9 +137,8 @@ def ready(x: Inputs, unit_length: bool) -> Inputs:
     return Inputs(q, k, x.v, *map(own, x[3:]))
 
 
-def unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
-    """A denominator's own q and k, of unit length where that is asked for."""
+def unit(normalizer: Normalizer | None, unit_length: bool) -> Normalizer | None:
+    """A denominator, its q and k of unit length where that is asked for."""
     if normalizer is None or not unit_length:
         return normalizer
-    q, k = normalizer
-    return l2norm(q), l2norm(k.to(q.dtype))
+    return Normalizer(l2norm(normalizer.q), l2norm(normalizer.k), normalizer.eps)

@@ -14,10 +14,10 @@ from benchmarks.diffusion.bench import Where, sizes_of
 from benchmarks.diffusion.book import Book
 from benchmarks.diffusion.parts import Launch, summed
 from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
-from benchmarks.peers.diffusion import degrees
+from benchmarks.peers.diffusion import degrees, xdit_model
 from benchmarks.step_cases import denoising
 from ring_la import ContextParallel, capture
-from ring_la.errors import ArgumentError
+from ring_la.errors import ArgumentError, UnsupportedError
 from tests.support.pool import group
 
 
@@ -50,6 +50,13 @@ def test_denoising_steps_are_those_of_one_device(ranks):
 def test_fewer_layers_keep_their_proportion():
     assert SHAPES["flux"].of_layers(5) == dict(num_layers=5, num_single_layers=10)
     assert SHAPES["wan"].of_layers(6) == dict(num_layers=6)
+
+
+def test_xdit_says_which_package_is_missing_before_it_imports_any(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "yunchang" else name)
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imports {name}"))
+    with pytest.raises(UnsupportedError, match="no yunchang"):
+        xdit_model("flux", "xdit_ulysses", 4, on_cuda=True)
 
 
 def test_sizes_of_models():

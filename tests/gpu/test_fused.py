@@ -49,6 +49,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
     **{f"beside {V}": partial(gate_cases.beside_case, V, T=900) for V in (64, 80)},
     **{f"skip {V} {w}": partial(gate_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},
+    **{f"turned {D}": partial(read_cases.turned_case, D, T=700) for D in (12, 32, 112, 128)},
     **{f"unit {D}": partial(gate_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
     **{f"swiglu {D}": partial(gate_cases.swiglu_case, D, rows=1001) for D in (5, 96, 2048, 5472)},
     **{f"bags {D}": partial(bag_cases.bag_case, D, rows=999) for D in (5, 2048, 7168)},

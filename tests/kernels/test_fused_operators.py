@@ -9,7 +9,7 @@ from torch import Tensor
 from ring_la.errors import SecondDerivativeError
 from ring_la.kernels import operators as ops
 from ring_la.kernels.fused import bidirectional as outer
-from ring_la.kernels.fused import discretise, log_decay, short_conv, swiglu, unit_length
+from ring_la.kernels.fused import discretise, log_decay, short_conv, swiglu, turned, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -21,12 +21,20 @@ def leaf(*shape: int) -> Tensor:
     ).requires_grad_()
 
 
+def positive(*shape: int) -> Tensor:
+    return leaf(*shape).detach().abs().add(0.1).requires_grad_()
+
+
 CASES = {
     "short_conv": (short_conv.short_conv, (leaf(1, 8, 3), leaf(3, 4), leaf(3), leaf(1, 3, 3, 3), CU, True, True)),
     "short_conv, bare": (short_conv.short_conv, (leaf(2, 5, 3), leaf(3, 2), None, None, None, False, False)),
     "unit_length": (unit_length.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
     "log_decay": (log_decay.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
+    "relu_and_turn": (
+        turned.relu_and_turn_op,
+        (leaf(2, 3, 2, 4), leaf(3, 1, 4)[None].detach(), leaf(1, 3, 1, 4).detach()),
+    ),
     "swiglu": (swiglu.swiglu_op, (leaf(2, 3, 10),)),
     "discretise": (discretise.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), leaf(3), True)),
     "discretise, bare": (discretise.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), None, False)),
@@ -40,6 +48,14 @@ CASES = {
     "sum_and_read, bare": (
         outer.sum_and_read_op,
         (leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 5, 2, 2), None, None, 0.5),
+    ),
+    "read_quotient": (
+        outer.read_quotient_op,
+        (positive(1, 8, 1, 3), positive(1, 8, 1, 3), positive(1, 3, 2, 3, 3), CU, 0.5, 0.1),
+    ),
+    "read_quotient, bare": (
+        outer.read_quotient_op,
+        (positive(2, 5, 2, 3), None, positive(2, 1, 2, 3, 3), None, 0.5, 0.1),
     ),
     "logsigmoid": (log_decay.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
 }

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ring_la.kernels.fused import bidirectional as outer
-from tests.support.interpreter import interpreted
-from tests.support.read_cases import CASES, DEVICE, read_case
+from tests.support.interpreter import compute_bf16, interpreted
+from tests.support.read_cases import CASES, DEVICE, read_case, turned_case
 from tests.support.triton_cases import error
 
 interpreted()
@@ -22,6 +22,20 @@ def test_sums_and_reads(name: str) -> None:
     for got in both:
         assert [g.shape for g in got] == [t.shape for t in true]
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_is_rounded_once_behind_the_division(name: str) -> None:
+    """States are taken as they are, not in bf16."""
+    compute_bf16()
+    true, got, _ = read_case(name, torch.bfloat16)
+    assert all(error(g, t) < 0.4 * torch.finfo(torch.bfloat16).eps for g, t in zip(got[3:], true[3:], strict=True))
+
+
+@pytest.mark.parametrize(("D", "tables"), [(12, 1), (16, 2), (112, 1)])
+def test_turned(D: int, tables: int) -> None:
+    true, got, _ = turned_case(D, tables=tables)
+    assert all(error(g, t) < 1e-6 for g, t in zip(got, true, strict=True))
 
 
 def test_tensors_of_one_class_replay_and_others_do_not() -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...context import GridLayout
+from ...kernels.fused.turned import relu_and_turn
 from ...recurrences import linear_attention
 from . import operators
 from .call import DenoiserCall
@@ -43,12 +44,11 @@ def linear_class(kind: type, running: Running) -> type:
 
 
 def _projected(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k behind their norms and a ReLU, and v: ``[B, T, H, D]``."""
+    """q and k behind their norms, and v: ``[B, T, H, D]``."""
     q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
     q = q if attn.norm_q is None else attn.norm_q(q)
     k = k if attn.norm_k is None else attn.norm_k(k)
-    q, k, v = (t.unflatten(2, (attn.heads, -1)) for t in (q, k, v))
-    return F.relu(q), F.relu(k), v
+    return q.unflatten(2, (attn.heads, -1)), k.unflatten(2, (attn.heads, -1)), v.unflatten(2, (attn.heads, -1))
 
 
 def _attend(
@@ -81,7 +81,8 @@ def sana(
 ) -> Tensor:
     """SanaLinearAttnProcessor2_0."""
     q, k, v = _projected(attn, hidden_states)
-    o = attn.to_out[1](attn.to_out[0](_attend(running, q, k, v).flatten(2)))
+    o = _attend(running, F.relu(q), F.relu(k), v)
+    o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
     return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
 
 
@@ -95,17 +96,9 @@ def sana_video(
 ) -> Tensor:
     """SanaLinearAttnProcessor3_0."""
     q, k, v = _projected(attn, hidden_states)
-    o = _attend(running, _rotate(q, *rotary_emb), _rotate(k, *rotary_emb), v, q, k)
+    (q, turned_q), (k, turned_k) = relu_and_turn(q, *rotary_emb), relu_and_turn(k, *rotary_emb)
+    o = _attend(running, turned_q, turned_k, v, q, k)
     return attn.to_out[1](attn.to_out[0](o.flatten(2)))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbouring channels turned by their angles, ``[B, T, 1, D]`` each twice."""
-    x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    out = torch.empty_like(x)  # as the library: each half is rounded where it is written
-    out[..., 0::2], out[..., 1::2] = x1 * cos - x2 * sin, x1 * sin + x2 * cos
-    return out
 
 
 LINEAR: dict[str, Callable[..., Tensor]] = {

@@ -110,15 +110,15 @@ class Streams:
         """
         sizes = [self.sizes[s] for s in streams]
         got, whole = x.shape[dim] if x.dim() > dim else None, sum(sizes)
-        if got == whole:
-            parts = []
-            for part, n, unit in zip(x.split(sizes, dim), sizes, self.units(streams)):
-                start, stop = bounds(n, self.rank, self.ranks, unit)
-                parts.append(part.narrow(dim, start, stop - start))
-            return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         local = sum([self.local(s) for s in streams])
-        if got != local:
+        if got == local:
+            return x
+        if got != whole:
             tokens = " and ".join(streams)
             expected = f"{whole} tokens of {tokens} in dimension {dim}, or this rank's {local}"
             raise ArgumentError(name, expected, list(x.shape))
-        return x
+        parts = []
+        for part, n, unit in zip(x.split(sizes, dim), sizes, self.units(streams)):
+            start, stop = bounds(n, self.rank, self.ranks, unit)
+            parts.append(part.narrow(dim, start, stop - start))
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]

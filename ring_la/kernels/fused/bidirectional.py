@@ -3,6 +3,7 @@
     ring_la::outer_sum      S_n = Σ_t k_t v_tᵀ over the tokens of piece n, fp32 (fp64 for fp64)
     ring_la::read_state     o_t = scale · S_nᵀ q_t, or S_n q_t
     ring_la::sum_and_read   both, where nothing comes between
+    ring_la::read_quotient  o_t over scale · n_nᵀ q'_t + eps, of states with n as their last column
 
 The first two are each other's gradients. On CUDA registered operators, by Triton where it can; elsewhere PyTorch's own
 operations, which have derivatives of every order. Heads of v or S may be a multiple of those of k or q.
@@ -30,6 +31,14 @@ def outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
 def read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float) -> Tensor:
     """``o [B, T, H, V]`` in q's dtype, of ``q [B, T, Hq, K]`` and its piece's state, ``S [B, N, H, K, V]``."""
     return read_state_op(q, S, cu, scale, False) if q.is_cuda else plain_read_state(q, S, cu, scale, False)
+
+
+def read_quotient(q: Tensor, own: Tensor | None, S: Tensor, cu: Tensor | None, scale: float, eps: float) -> Tensor:
+    """``scale · Sᵀ q / (scale · nᵀ q' + eps)`` ``[B, T, H, V]`` in q's dtype, of ``q [B, T, Hq, K]``, ``own`` q' like
+    it (None: q) and its piece's state and n, ``[B, N, H, K, V+1]``: divided before it is rounded."""
+    if q.is_cuda:
+        return read_quotient_op(q, own, S, cu, scale, eps)
+    return plain_read_quotient(q, own, S, cu, scale, eps)
 
 
 def sum_and_read(
@@ -65,6 +74,20 @@ def plain_read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, tran
         return (q.transpose(1, 2) @ S[:, 0].to(q.dtype)).transpose(1, 2)
     chunks = Chunks(q.shape[1], CHUNK, cu, device=q.device)
     return chunks.merge(chunks.split(q) @ S.index_select(1, chunks.known).to(q.dtype))
+
+
+def plain_read_quotient(
+    q: Tensor, own: Tensor | None, S: Tensor, cu: Tensor | None, scale: float, eps: float
+) -> Tensor:
+    """By two reads, which have derivatives."""
+    wide = q.to(S.dtype)
+    if own is None:
+        both = read_state(wide, S, cu, scale)
+        above, below = both[..., :-1], both[..., -1:]
+    else:
+        above = read_state(wide, S[..., :-1].contiguous(), cu, scale)
+        below = read_state(own.to(S.dtype), S[..., -1:].contiguous(), cu, scale)
+    return (above / (below + eps)).to(q.dtype)
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
@@ -187,6 +210,31 @@ def _sum_and_read_backward(
     return [dq, dk, dv] if S is None else [dq, dk, dv, entering]
 
 
+def _read_quotient(q: Tensor, own: Tensor | None, S: Tensor, cu: Tensor | None, scale: float, eps: float) -> Tensor:
+    kernels = kernels_of("bidirectional", q, own, S)
+    if kernels is None:
+        return plain_read_quotient(q, own, S, cu, scale, eps).contiguous()
+    from ..runtime.replayed_function import replayed_call
+
+    return replayed_call(kernels.quotient, (q, own, S, cu), scale, eps)
+
+
+def _read_quotient_backward(
+    do: Tensor, q: Tensor, own: Tensor | None, S: Tensor, cu: Tensor | None, scale: float, eps: float
+) -> list[Tensor]:
+    """Gradients of q, q' (if given) and S: those of two reads, above and below the line."""
+    kernels = kernels_of("bidirectional", q, own, S)
+    step = StepConstants(PLAIN if kernels is None else Primitives(kernels.total, kernels.read), scale)
+    wide = q.to(S.dtype)
+    narrow, states, keys = wide if own is None else own.to(S.dtype), S[..., :-1].contiguous(), S[..., -1:].contiguous()
+    below = _read(narrow, keys, cu, step) + eps
+    d_above = (do / below).contiguous()
+    d_below = -(d_above * _read(wide, states, cu, step)).sum(-1, keepdim=True) / below
+    (dq, dS), (d_own, d_keys) = _read_back(d_above, wide, states, cu, step), _read_back(d_below, narrow, keys, cu, step)
+    of_tokens = [dq + d_own] if own is None else [dq, d_own]
+    return [*[x.to(q.dtype) for x in of_tokens], torch.cat([dS, d_keys], -1)]
+
+
 def _fake_outer_sum(k, v, cu):
     wide = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
     pieces = 1 if cu is None else cu.shape[0] - 1
@@ -197,6 +245,10 @@ def _fake_read_state(q, S, cu, scale, transposed):
     return q.new_empty((*q.shape[:2], S.shape[2], S.shape[3 if transposed else 4]))
 
 
+def _fake_read_quotient(q, own, S, cu, scale, eps):
+    return q.new_empty((*q.shape[:2], S.shape[2], S.shape[4] - 1))
+
+
 def _fake_sum_and_read(q, k, v, S, cu, scale):
     return q.new_empty((*q.shape[:2], *v.shape[2:])), _fake_outer_sum(k, v, cu)
 
@@ -204,3 +256,4 @@ def _fake_sum_and_read(q, k, v, S, cu, scale):
 outer_sum_op = Operator("outer_sum", _outer_sum, _outer_sum_backward, _fake_outer_sum, 2)
 read_state_op = Operator("read_state", _read_state, _read_state_backward, _fake_read_state, 2)
 sum_and_read_op = Operator("sum_and_read", _sum_and_read, _sum_and_read_backward, _fake_sum_and_read, 4, keeps=(1,))
+read_quotient_op = Operator("read_quotient", _read_quotient, _read_quotient_backward, _fake_read_quotient, 3)
