@@ -48,9 +48,19 @@ def _hybrid(config: Config, place: Place, vocab_size: int) -> tuple[torch.nn.Mod
     flops = StepFlops(shape)
     with torch.device("meta"):  # no rank has all of it at any time
         model = HybridLM(shape).to(getattr(torch, memory.parameters))
+    if config.run.step == "compiled":
+        _compile(model)
     recompute(model, memory.recompute, mlp_chunk=memory.mlp_chunk, keep_attention=memory.keep_attention)
     shard_parameters(model, place.mesh, dtype=place.dtype)
     return draw_hybrid(model, place.device), flops
+
+
+def _compile(model: HybridLM) -> None:
+    """Both halves of every block as graphs without a break. What is recomputed, cut into chunks or gathered by FSDP2
+    stands around them."""
+    for block in model.blocks:
+        for half in ("mix_tokens", "mix_channels"):
+            setattr(block, half, torch.compile(getattr(block, half), fullgraph=True, dynamic=True))
 
 
 def _transformers(config: Config, place: Place, vocab_size: int) -> tuple[torch.nn.Module, StepFlops]:

@@ -158,6 +158,7 @@ class Optimizer:
 class Run:
     """Attributes:
     folder: what the run leaves. steps: in all.
+    step: compiled: both halves of every block are graphs of torch.compile, for all lengths (a HybridLM's).
     save_every: steps between checkpoints; 0: none. keep: how many. background: written while training goes on.
     resume: go on from the newest checkpoint in the folder.
     tensorboard: write its files. wandb: a Weights & Biases project that mirrors them.
@@ -169,6 +170,7 @@ class Run:
 
     folder: str = "runs/hybrid"
     steps: int = 100
+    step: Literal["eager", "compiled"] = "eager"
     save_every: int = 50
     keep: int = 2
     background: bool = True
@@ -235,6 +237,10 @@ def check_kind(config: Config) -> None:
         raise ArgumentError("memory.rounds", "1 with model.transformers", config.memory.rounds)
     if config.memory.rounds > 1 and config.parallel.layout != "zigzag":
         raise ArgumentError("parallel.layout", "zigzag with memory.rounds", config.parallel.layout)
+    if config.run.step == "compiled" and made:
+        raise ArgumentError("run.step", "eager with model.transformers", config.run.step)
+    if config.run.step == "compiled" and config.memory.keep_attention:
+        raise ArgumentError("memory.keep_attention", "false where run.step is compiled", True, "Graphs keep no results")
     if config.run.pretrained and not made:
         hint = "`ring-la export` writes a HybridLM"
         raise ArgumentError("run.pretrained", "none without model.transformers", config.run.pretrained, hint)

@@ -226,12 +226,14 @@ def _shown(block: BlockWork, tokens: float, P: int) -> float:
 
 def mailboxes(setting: Setting, block: BlockWork, tokens: float, P: int) -> float:
     """Bytes of symmetric memory for keys and values of other ranks and for gradients that come from there, at most
-    (`softmax/strategies/mailbox.py`); gradients of chosen latents are fp32. Layers use the same, one after another."""
+    (`softmax/strategies/mailbox.py`); gradients of chosen latents are fp32. Layers use the same, one after another.
+    In causal order one rank sees all of the others' keys and is sent gradients of half, another the reverse."""
     here = 1 < P <= setting.cluster.per_node and bool(block.kv) and not block.recurrence
     if not here or chosen_keys.gathers(block, setting.length, P, setting.cluster.per_node):
         return 0.0
     gradients = (2 if block.chosen else 1) if setting.backward else 0
-    return (1 + gradients) * (P - 1) * block.kv * _shown(block, tokens, P)
+    both = 1 + gradients if block.window >= 0 else max(1 + gradients / 2, 1 / 2 + gradients)
+    return both * (P - 1) * block.kv * _shown(block, tokens, P)
 
 
 def sent(setting: Setting, block: BlockWork, P: int) -> float:

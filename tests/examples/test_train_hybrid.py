@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -178,6 +180,31 @@ def test_the_same_ranks_go_on_to_the_bit(ranks, whole, tmp_path):
     folder = interrupted(whole, tmp_path / "run")
     ranks.run(4, train, arguments(folder))
     assert curve(folder) == curve(whole)
+
+
+def train_compiled(rank: int, options: list[str]) -> int:
+    """In the pool: a run of the script, traced as on GPUs but without a compiler; how many graphs there were."""
+    compiled, found = torch.compile, torch._dynamo.utils.counters["stats"]
+    before = found["unique_graphs"]
+    with (
+        mock.patch.object(torch, "compile", partial(compiled, backend="aot_eager")),
+        torch._dynamo.config.patch(specialize_float=True),
+    ):
+        train(rank, options)
+    return found["unique_graphs"] - before
+
+
+def test_a_compiled_step_is_the_eager_one(pair, tmp_path):
+    """Of sequences of several lengths, with tiles and recomputation, sharded by FSDP2: one graph for each half of a
+    block."""
+    eager, folder = tmp_path / "eager", tmp_path / "compiled"
+    changes = dict(model__layers="[gdn]", run__steps=2, data__documents="balanced", memory__mlp_chunk=15)
+    pair.run(2, train, arguments(eager, **changes))
+    graphs = pair.run(2, train_compiled, arguments(folder, run__step="compiled", **changes))
+    for step, expected in curve(eager).items():
+        assert curve(folder)[step] == pytest.approx(expected, rel=1e-5)
+    assert len(curve(folder)) == 2
+    assert graphs == [2, 2]
 
 
 def told(rank: int, options: list[str]) -> str:

@@ -34,6 +34,19 @@ def test_numbers_that_would_train_nothing_are_refused(name, value):
         script.Trainer(config, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("part", "option", "value", "named"),
+    [("model", "transformers", "out", "run.step"), ("memory", "keep_attention", True, "memory.keep_attention")],
+)
+def test_what_a_compiled_step_has_not_is_refused(part, option, value, named):
+    script = example()
+    config = script.Config(run=Run(step="compiled"))
+    script.check(config)
+    setattr(getattr(config, part), option, value)
+    with pytest.raises(script.ArgumentError, match=f"{named}: expected"):
+        script.check(config)
+
+
 @pytest.mark.parametrize("documents", ["packed", "balanced"])
 def test_long_documents_are_cut(documents):
     script = example()

@@ -20,6 +20,7 @@ from ring_la.softmax.backends import BACKENDS, LatentBackend
 from ring_la.softmax.geometry import Reach, Tokens
 from ring_la.softmax.strategies import STRATEGIES, Copied
 from ring_la.softmax.strategies.copied import SHORT
+from ring_la.softmax.strategies.mailbox import Mailbox
 from ring_la.softmax.strategies.schedule import Schedule, needs_of
 from tests.support.attention_cases import DOCUMENTS, draw, truth
 from tests.support.file_memory import over_files
@@ -128,6 +129,21 @@ def test_few_keys_come_in_one_round():
     assert rounds_of(256, 4, Reach(None, 0)) == [[1, 2]] * 4
     assert rounds_of(256, 4, Reach(16, 0)) == [[1], [2], [2], [1]]
     assert rounds_of(256, 8, Reach(None, 0), cu=tuple(range(0, 257, 8))) == [[]] * 8
+
+
+@pytest.mark.parametrize(("reach", "shards"), [(Reach(None, 0), 4.5), (Reach(None, None), 6.0)])
+def test_a_rank_of_many_keys_has_few_letters(reach, shards):
+    """Of four ranks in causal order one sees three shards of keys and is sent one and a half of gradients, another the
+    reverse: no rank's memory holds the most of both."""
+    layout, P, T = Layout(1024, "zigzag", 4), 4, 256
+    tokens = tuple(Tokens.of_ranks(layout, [r], torch.device("cpu")) for r in range(P))
+    schedule, k = Schedule(mock.Mock(keys=tokens), needs_of(tokens, tokens, reach)), torch.zeros(1, T, 2, 8)
+    asked = []
+    for rank in range(P):
+        job = mock.Mock(rank=rank)
+        job.group.memory = mock.Mock(of=lambda size: asked.append(size) or mock.MagicMock())
+        Mailbox(job, schedule, k, k, torch.float32)
+    assert asked == [shards * 2 * k.nbytes] * P
 
 
 def test_flags_by_the_kernels(ranks, tmp_path):

@@ -1,8 +1,9 @@
 """Rooms for others' keys and values in memory that every rank of a host can reach, and an inbox for gradients.
 
-A mailbox holds [a room for each round's keys and values | inbox], on every rank alike, and is kept with the group. Each
-owner copies its keys into the rooms of those who need them, and says that they are there. A barrier on the device ends
-each use: nothing is written for the next one before all have read. Copies run on a stream of high priority beside the
+A mailbox holds [a room for each round's keys and values | inbox] in memory as large on every rank, and is kept with the
+group. A rank's inbox begins behind its own rooms: in causal order who sees few keys gets many gradients. Each owner
+copies its keys into the rooms of those who need them, and says that they are there. A barrier on the device ends each
+use: nothing is written for the next one before all have read. Copies run on a stream of high priority beside the
 current one.
 """
 
@@ -35,9 +36,9 @@ class Mailbox:
         shapes = k.shape, v.shape, k.dtype
         if shapes not in schedule.addresses:
             schedule.addresses[shapes] = _addresses(schedule, self._size, k.element_size())
-        self._inbox, self._rooms = schedule.addresses[shapes]
-        self._letters_size = 0 if dtype is None else self._size(schedule.most_received) * dtype.itemsize
-        self.memory = job.group.memory.of(self._inbox + self._letters_size)
+        self._inboxes, self._rooms = schedule.addresses[shapes]
+        self._letters = [0 if dtype is None else self._size(n) * dtype.itemsize for n in schedule.received]  # bytes
+        self.memory = job.group.memory.of(max(map(sum, zip(self._inboxes, self._letters))))
         self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, Views())
         self._there = self.memory.now()
 
@@ -89,7 +90,7 @@ class Mailbox:
     def close(self) -> None:
         """All ranks have read their keys and sent their gradients. Letters of a rank that is late are NaN."""
         self.memory.join()
-        self.memory.meet(self._inbox, self._letters_size)
+        self.memory.meet(self._inboxes[self.job.rank], self._letters[self.job.rank])
 
     def letters(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(rows, dk, dv) of every letter for this rank; to be read before the next use."""
@@ -124,19 +125,19 @@ class Mailbox:
     def _inbox_of(self, rank: int) -> Sequence[Tensor]:
         known, name = self._views.inboxes, (rank, self.dtype)
         if name not in known:
-            shapes = tuple((x.shape[0], self.schedule.most_received, *x.shape[2:]) for x in (self.k, self.v))
-            known[name] = self.memory.rooms(rank, self._inbox, shapes, self.dtype)
+            shapes = tuple((x.shape[0], self.schedule.received[rank], *x.shape[2:]) for x in (self.k, self.v))
+            known[name] = self.memory.rooms(rank, self._inboxes[rank], shapes, self.dtype)
         return known[name]
 
 
 def _addresses(schedule: Schedule, size: Callable[[int], int], itemsize: int) -> Addresses:
-    """Where the inbox and the rooms stand."""
+    """Where inboxes and rooms stand."""
     rooms = []
     for rows in schedule.rows:
         rooms.append([0])
         for n in rows:
             rooms[-1].append(rooms[-1][-1] + _aligned(size(n) * itemsize))
-    return Addresses(max(firsts[-1] for firsts in rooms), rooms)
+    return Addresses([firsts[-1] for firsts in rooms], rooms)
 
 
 def _aligned(size: int) -> int:

@@ -71,7 +71,7 @@ class Schedule:
 
     Attributes:
         rows: for each rank and round, how many keys it computes on.
-        most_received: rows of the largest inbox.
+        received: for each rank, rows of its inbox.
         any: whether any rank needs keys of another.
         addresses, views: where rooms stand, and tensors in a memory, found and kept by mailboxes.
     """
@@ -81,8 +81,8 @@ class Schedule:
         self.spans = [self._rounds(rank, of_rank) for rank, of_rank in enumerate(needs)]
         self.rows = [[sum(map(len, spans)) for spans in rounds] for rounds in self.spans]
         self._inboxes = [self._inbox(owner, needs) for owner in range(self.size)]
-        self.most_received = max(sum(map(len, letters.values())) for letters in self._inboxes)
-        self.any = self.most_received > 0
+        self.received = [sum(map(len, letters.values())) for letters in self._inboxes]
+        self.any = any(self.received)
         self.addresses: dict[Shapes, Addresses] = {}
         self.views: WeakKeyDictionary[Memory, dict[Shapes, Views]] = WeakKeyDictionary()
         self._own: list[Round] | None = None

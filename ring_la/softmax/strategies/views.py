@@ -13,9 +13,9 @@ from .job import KeyValues
 
 
 class Addresses(NamedTuple):
-    """First bytes: of the inbox, and of the room of each round of each rank."""
+    """First bytes, for each rank: of its inbox, and of the room of each of its rounds."""
 
-    inbox: int
+    inboxes: list[int]
     rooms: list[list[int]]
 
 
