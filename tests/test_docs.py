@@ -158,6 +158,11 @@ def test_pages_are_short():
         assert len(re.findall(r"^- ", release, re.MULTILINE)) <= 15, release.splitlines()[0]
 
 
+def test_the_readme_names_every_recurrence():
+    names = [r.name for r in RECURRENCES] + ["log_linear_attention", "forgetting_attention"]
+    assert [n for n in names if f"`{n}`" not in (ROOT / "README.md").read_text()] == []
+
+
 def own_recurrence(rank: int) -> float:
     """In the pool, which has joined the ranks: OWN on all of them."""
     define, check, split, layer = (block.text for block in pages.blocks(OWN, "python"))
