@@ -43,7 +43,7 @@ def check_compiled(rank: int, name: str) -> list[float]:
     return wrong
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen, masked", "sana video"])
+@pytest.mark.parametrize("name", ["flux", "qwen, masked", "sana", "sana video"])
 def test_blocks_are_one_graph(ranks, name):
     for found in ranks.run(2, check_compiled, name):
         assert max(found) < 1e-9
@@ -112,6 +112,6 @@ def check_whole(rank: int, name: str) -> float:
         return max(wrong, error(whole(**other).sample, model(**other).sample))
 
 
-@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize("name", ["flux", "wan", "sana", "sana video"])
 def test_models_are_one_graph(ranks, name):
     assert max(ranks.run(2, check_whole, name)) < 1e-9
