@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shlex
@@ -101,11 +102,21 @@ def known(words: list[str]) -> None:
     parser.parse_args([word for word in words[len(command) :] if word not in ("...", "…")])
 
 
+def exported(package: str) -> set[str]:
+    """What `__all__` says in a file, without importing it."""
+    for node in ast.parse((ROOT / package).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
 def test_the_reference_is_complete():
     text = "".join((ROOT / page).read_text() for page in PAGES if page.startswith("docs/users/reference/"))
     missing = [r.name for r in RECURRENCES if f"`{r.name}`" not in text or f".{r.name}\n" not in text]
     missing += [layer.__name__ for layer in LAYERS.values() if f"::: ring_la.nn.{layer.__name__}\n" not in text]
     named = {name for name in ring_la.__all__ if name not in ("reference", "__version__")}
+    named |= exported("ring_la/integrations/diffusers/__init__.py") - {"PLANS"}  # the guide's table
+    named |= {"enable_tea_cache", "disable_tea_cache"}
     missing += sorted(name for name in named if not re.search(rf"^::: ring_la\.([\w.]+\.)?{name}$", text, re.MULTILINE))
     assert not missing
 
@@ -156,6 +167,11 @@ def test_pages_are_short():
         assert len(page.read_text().splitlines()) <= most, page
     for release in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         assert len(re.findall(r"^- ", release, re.MULTILINE)) <= 15, release.splitlines()[0]
+
+
+def test_the_readme_names_every_recurrence():
+    names = [r.name for r in RECURRENCES] + ["log_linear_attention", "forgetting_attention"]
+    assert [n for n in names if f"`{n}`" not in (ROOT / "README.md").read_text()] == []
 
 
 def own_recurrence(rank: int) -> float:

@@ -94,7 +94,7 @@ def check_lightning(rank: int, P: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("P", [1, 3, 4])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
 def test_split_lightning_is_whole(ranks, P):
     assert all(ranks.run(P, check_lightning, P))
 
@@ -125,7 +125,7 @@ def check_blocks(rank: int, P: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
 def test_blocks_are_the_loop(ranks, P):
     assert all(ranks.run(P, check_blocks, P))
 
@@ -211,7 +211,7 @@ def check_full_blocks(rank: int, P: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
 def test_full_blocks_are_the_loop(ranks, P):
     assert all(ranks.run(P, check_full_blocks, P))
 
@@ -243,7 +243,7 @@ def check_best_keys(rank: int, P: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
 def test_blocks_by_their_best_key_are_the_loop(ranks, P):
     assert all(ranks.run(P, check_best_keys, P))
 

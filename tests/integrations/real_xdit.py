@@ -1,21 +1,24 @@
-"""xDiT's own `usp.USP` and Sana layer with ours inside (`ring_la.integrations.xdit.install`), from a checkout of xDiT.
+"""xDiT's own `usp.USP`, Sana layer, Wan and Flux with ours inside (`ring_la.integrations.xdit.install`).
 
-    python -m tests.integrations.real_xdit CHECKOUT
+    python -m tests.integrations.real_xdit [CHECKOUT]
 
-Prints each error beside attention of one process, on 2 and 4 CPU processes over gloo; exits with the number of wrong
-ones. xDiT imports on GPUs alone: PyTorch is told that there is one, and what is not installed stands empty. Its groups
-and its runtime's state are set, not made. No test collects it: the import takes each rank longer than all the rest.
+of the xfuser that is installed, or of a checkout. Prints each error beside attention, or the model of Diffusers, of one
+process, on 2 and 4 CPU processes over gloo; exits with the number of wrong ones. xDiT imports on GPUs alone: PyTorch is
+told that there is one, and what is not installed stands empty. Its groups and its runtime's state are set, not made.
+`test_xdit.py` runs two ranks of it where xfuser is installed.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,6 +29,8 @@ from tests.support.pool import Ranks
 
 GPU = types.SimpleNamespace(gcnArchName="", major=9, minor=0)
 SAYS = dict(is_available=True, current_device=0, get_device_name="a GPU", get_device_capability=(9, 0), device_count=1)
+WRAPPERS = "xfuser.model_executor.models.transformers.transformer"
+MODELS = {"wan": "xFuserWanTransformer3DWrapper", "flux": "xFuserFlux1Transformer2DWrapper"}
 
 
 class Empty(types.ModuleType):
@@ -39,17 +44,18 @@ class Empty(types.ModuleType):
         return type(name, (), {})
 
 
-def imported(checkout: Path) -> types.ModuleType:
+def imported(checkout: Path | None) -> types.ModuleType:
     """The module `usp` of xDiT."""
-    sys.path.insert(0, str(checkout))
-    import diffusers  # noqa: F401  before PyTorch says that there is a GPU
-
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
     answers: dict[str, Any] = {name: lambda *_, said=said: said for name, said in SAYS.items()}
     answers["get_device_properties"] = lambda *_: GPU
     with mock.patch.multiple(torch.cuda, **answers), mock.patch.object(torch.version, "cuda", "13.0"):
         while True:
             try:
                 importlib.import_module("xfuser.core.fast_attention")
+                for name in MODELS:
+                    importlib.import_module(f"{WRAPPERS}_{name}")
                 return importlib.import_module("xfuser.model_executor.layers.usp")
             except ModuleNotFoundError as e:
                 for name in [n for n in sys.modules if n.split(".")[0] == "xfuser"]:
@@ -68,12 +74,70 @@ def settle(usp: types.ModuleType, ulysses: int, ring: int) -> None:
     usp.get_ulysses_parallel_rank = lambda: rank % ulysses
     plain = types.SimpleNamespace(use_spargeattn_head_balance=False)
     backend = usp.AttentionBackendType.SDPA
-    usp.get_runtime_state = lambda: types.SimpleNamespace(
-        attention_backend=backend, runtime_config=plain, fp8_comms=None
-    )
+    state = types.SimpleNamespace(attention_backend=backend, runtime_config=plain, fp8_comms=None, num_pipeline_patch=1)
+    state.max_condition_sequence_length = 4  # read, and used by PipeFusion alone
+    state.increment_step_counter, state.get_cross_attention_backend = lambda: None, lambda: backend
+    alone = types.SimpleNamespace(all_gather=lambda x, dim: x)
+    for module in (usp, *(sys.modules[f"{WRAPPERS}_{name}"] for name in MODELS)):
+        module.get_runtime_state = lambda: state  # type: ignore[attr-defined]
+    for module in (sys.modules[f"{WRAPPERS}_{name}"] for name in MODELS):
+        more = dict(get_sequence_parallel_world_size=ulysses * ring, get_sequence_parallel_rank=rank)
+        more |= dict(get_classifier_free_guidance_world_size=1, get_classifier_free_guidance_rank=0)
+        more |= dict(get_sp_group=types.SimpleNamespace(all_gather=gathered), get_cfg_group=alone)
+        for name, said in more.items():
+            setattr(module, name, lambda said=said: said)
 
 
-def check(rank: int, P: int, checkout: Path) -> dict[str, float]:
+def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """What all ranks have, one behind the other."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, dim)
+
+
+def models_with_ours(usp: types.ModuleType) -> dict[str, float]:
+    """Errors of xDiT's models beside Diffusers' with the same weights; one that did not call ours is infinitely off."""
+    found = {}
+    for name, (model, given) in {"wan": wan(), "flux": flux()}.items():
+        theirs = getattr(sys.modules[f"{WRAPPERS}_{name}"], MODELS[name])(**own_config(model, name))
+        theirs.load_state_dict(model.state_dict())
+        with mock.patch.multiple(usp, **{n: mock.Mock(wraps=getattr(usp, n)) for n in OURS}), torch.no_grad():
+            out = theirs.eval()(**given)[0]
+            called = sum(getattr(usp, n).call_count for n in OURS)
+        found[name] = error(out, model(**given)[0]) if called else float("inf")
+    return found
+
+
+OURS = ("ring_attn", "_sdpa_all_to_all_single")
+
+
+def own_config(model: torch.nn.Module, name: str) -> dict[str, Any]:
+    """Of a model's configuration what xDiT's class takes."""
+    kind = getattr(sys.modules[f"{WRAPPERS}_{name}"], MODELS[name])
+    return {n: x for n, x in model.config.items() if n in inspect.signature(kind.__init__).parameters}
+
+
+def wan() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A Wan of 36 tokens, and a call's inputs, on every rank alike."""
+    torch.manual_seed(1)
+    sizes = dict(num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2)
+    model = diffusers.WanTransformer3DModel(text_dim=12, freq_dim=16, ffn_dim=24, rope_max_seq_len=16, **sizes)
+    latents, text = torch.randn(1, 4, 4, 6, 6), torch.randn(1, 5, 12)
+    return model.eval(), dict(hidden_states=latents, encoder_hidden_states=text, timestep=torch.tensor([7.0]))
+
+
+def flux() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A Flux of 16 tokens and 4 of text, and a call's inputs, on every rank alike."""
+    torch.manual_seed(2)
+    sizes = dict(num_attention_heads=4, attention_head_dim=16, in_channels=4, num_layers=2, num_single_layers=2)
+    text = dict(joint_attention_dim=12, pooled_projection_dim=6, axes_dims_rope=(4, 4, 8))
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+    given = dict(hidden_states=torch.randn(1, 16, 4), encoder_hidden_states=torch.randn(1, 4, 12), img_ids=places)
+    given |= dict(pooled_projections=torch.randn(1, 6), timestep=torch.tensor([0.7]), txt_ids=torch.zeros(4, 3))
+    return diffusers.FluxTransformer2DModel(**sizes, **text).eval(), given
+
+
+def check(rank: int, P: int, checkout: Path | None) -> dict[str, float]:
     """Errors of every split over P ranks, which are all there are."""
     usp, found = imported(checkout), {}
     back = xdit.install()
@@ -88,6 +152,7 @@ def check(rank: int, P: int, checkout: Path) -> dict[str, float]:
             name = f"{P} ranks, Ulysses {ulysses} x ring {P // ulysses}"
             want = F.scaled_dot_product_attention(q, k, v)[:, :, mine]
             found[name] = error(usp.USP(*own), want)
+            found |= {f"{name}, {model}": e for model, e in models_with_ours(usp).items()}
             for where in ("front", "rear"):
                 more = dict(zip(("joint_query", "joint_key", "joint_value"), joint)) | dict(joint_strategy=where)
                 if ulysses > 1:  # xDiT exchanges joint queries with the others, a part of each rank's
@@ -111,7 +176,7 @@ def check(rank: int, P: int, checkout: Path) -> dict[str, float]:
     return found
 
 
-def main(checkout: Path) -> int:
+def main(checkout: Path | None) -> int:
     wrong = 0
     for P in (2, 4):
         ranks = Ranks(P)
@@ -123,4 +188,4 @@ def main(checkout: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import sys
 import types
 from unittest import mock
@@ -15,7 +16,7 @@ from ring_la import ContextParallel
 from ring_la.errors import ArgumentError, RingLAError, UnsupportedError
 from ring_la.integrations import xdit
 from tests.support.attention_cases import error
-from tests.support.pool import group
+from tests.support.pool import Ranks, group
 
 
 class Backend(enum.Enum):
@@ -137,6 +138,24 @@ def test_installed_where_models_call(ranks):
         assert all(isinstance(e, float) and e < 1e-5 for e in found.values()), found
 
 
-def test_install_without_xfuser():
-    with pytest.raises(UnsupportedError, match=r"xfuser: expected 0\.7, installed"):
-        xdit.install()
+@pytest.mark.parametrize("error", [ImportError("No module named 'xfuser'"), NotImplementedError("No Accelerators")])
+def test_install_without_xfuser_or_a_gpu(error):
+    """xfuser 0.7 raises NotImplementedError where it finds no GPU."""
+    with mock.patch("importlib.import_module", side_effect=error):
+        with pytest.raises(UnsupportedError, match=rf"xfuser: expected 0\.7, installed, .*: {error}"):
+            xdit.install()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("xfuser") is None, reason="xfuser is not installed")
+def test_the_installed_xfuser():
+    """Its USP, Sana layer, Wan and Flux, told of a GPU, in ranks of their own: they keep what they import."""
+    from .real_xdit import check
+
+    ranks = Ranks(2)
+    try:
+        for found in ranks.run(2, check, 2, None, timeout=300):
+            assert len(found) == 9
+            assert all(e < 1e-5 for e in found.values()), found
+    finally:
+        ranks.stop()

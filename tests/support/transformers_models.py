@@ -17,6 +17,21 @@ INDEXED: dict[str, Case] = {
     "deepseek_v32": case("DeepseekV32ForCausalLM", n_routed_experts=4, first_k_dense_replace=1, **DSA, **EXPERTS),
     "glm_moe_dsa": case("GlmMoeDsaForCausalLM", n_routed_experts=4, indexer_types=["full", "shared"], **DSA, **EXPERTS),
     "hy_v4": case("HYV4ForCausalLM", num_experts=4, num_local_experts=4, **DSA, **EXPERTS),
+    "hy_v4_vl": case(
+        "HYV4VLForConditionalGeneration",
+        skip=tuple(SMALL),
+        text_config=SMALL
+        | DSA
+        | EXPERTS
+        | dict(
+            num_experts=4,
+            num_local_experts=4,
+            mlp_layer_types=["dense", "sparse"],
+            indexer_types=["full", "shared"],
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[1, 1, 0]),
+        ),
+        vision_config=dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16),
+    ),
     "dots3_note": case(
         "Dots3NoteForCausalLM",
         n_routed_experts=4,

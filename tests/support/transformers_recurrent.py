@@ -29,6 +29,7 @@ RECURRENT: dict[str, Case] = {
     ),
     "qwen3_5_moe": hybrid("Qwen3_5MoeForCausalLM", "FLL", router=True, **GATED_DELTA, **SHARED),
     "olmo_hybrid": hybrid("OlmoHybridForCausalLM", **GATED_DELTA),
+    "lara_mini": hybrid("LaraMiniForCausalLM", "LSF", router=True, sliding_window=5, **GATED_DELTA, **SHARED),
     "kimi_linear": hybrid("KimiLinearForCausalLM", linear_head_dim=8, linear_num_heads=2, **LATENT, **GROUPED),
     "bailing_hybrid": hybrid("BailingHybridForCausalLM", "FLL", **LATENT, **GROUPED),
     "minimax": hybrid("MiniMaxForCausalLM", router=True, num_local_experts=2, num_experts_per_tok=1, block_size=8),

@@ -45,7 +45,7 @@ def install() -> Callable[[], None]:
     Unlike `register`, which computes a block of xDiT's ring, the ring itself is ours.
 
     Raises:
-        UnsupportedError: xfuser is not there, or is of a version without one of these.
+        UnsupportedError: xfuser is not there, finds no GPU, or is of a version without one of these.
     """
     usp, sana, parallel = (_module(name) for name in (USP, SANA, PARALLEL))
     layer = _there(sana, "xFuserSanaLinearLongContextAttention")
@@ -168,7 +168,7 @@ def sana_forward(parallel: ModuleType, contexts: Contexts) -> Callable[..., Tens
 def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, NotImplementedError) as error:  # the second of xfuser itself, where it finds no GPU
         raise UnsupportedError("xfuser", "0.7, installed", f"{name}: {error}") from error
 
 

@@ -43,7 +43,7 @@ def check_compiled(rank: int, name: str) -> list[float]:
     return wrong
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen, masked", "sana video"])
+@pytest.mark.parametrize("name", ["flux", "qwen, masked", "sana", "sana video"])
 def test_blocks_are_one_graph(ranks, name):
     for found in ranks.run(2, check_compiled, name):
         assert max(found) < 1e-9
@@ -112,6 +112,25 @@ def check_whole(rank: int, name: str) -> float:
         return max(wrong, error(whole(**other).sample, model(**other).sample))
 
 
-@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize("name", ["flux", "wan", "sana", "sana video"])
 def test_models_are_one_graph(ranks, name):
     assert max(ranks.run(2, check_whole, name)) < 1e-9
+
+
+def check_gradients(rank: int, name: str) -> float:
+    """The worst error of a gradient, of parameters and inputs, of a model compiled whole."""
+    torch._dynamo.reset()
+    model, inputs = make(name)
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+    wanted = [x for x in (*inputs.values(), *model.parameters()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    eager, compiled = (
+        torch.autograd.grad(called(**inputs).sample.square().mean(), wanted, allow_unused=True)
+        for called in (model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    )
+    assert [g is None for g in compiled] == [g is None for g in eager]
+    return max(error(a, b) for a, b in zip(compiled, eager) if b is not None)
+
+
+@pytest.mark.parametrize("name", ["flux", "sana"])
+def test_gradients_of_compiled_models(ranks, name):
+    assert max(ranks.run(2, check_gradients, name)) < 1e-9

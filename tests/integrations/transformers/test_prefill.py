@@ -36,7 +36,7 @@ def split(rank: int, name: str) -> list[torch.Tensor]:
     return decoded(parallelize(CASES[name].make(), cp, check=False))
 
 
-WITH_LATENTS = ["deepseek_v3", "deepseek_v32"]
+WITH_LATENTS = ["deepseek_v3", "deepseek_v32", "hy_v4_vl"]
 
 
 @pytest.mark.parametrize("name", sorted({*RECURRENT, *WITH_LATENTS} - UNCACHED))

@@ -53,6 +53,7 @@ MIXERS = {
     "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
     "Qwen4ExpTextGatedDeltaNet": GATED_DELTA,
     "OlmoHybridGatedDeltaNet": GATED_DELTA,
+    "LaraMiniGatedDeltaNet": GATED_DELTA,
     "KimiLinearDeltaAttention": KIMI_DELTA,
     "BailingHybridDeltaAttention": KIMI_DELTA,
     "Glm5NextTextLinearAttention": KIMI_DELTA,

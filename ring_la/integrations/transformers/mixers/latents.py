@@ -172,6 +172,7 @@ INDEXERS = {
     "GlmMoeDsaIndexer": Rotated("apply_rotary_pos_emb_interleave"),
     "Dots3NoteTextIndexer": Rotated("apply_rotary_pos_emb_interleave"),
     "HYV4Indexer": Rotated("apply_rotary_pos_emb", first=False),
+    "HYV4VLIndexer": Rotated("apply_rotary_pos_emb", first=False),
 }
 DSA = (
     "AXK2Attention",
@@ -179,6 +180,7 @@ DSA = (
     "Dots3NoteTextAttention",
     "GlmMoeDsaAttention",
     "HYV4Attention",
+    "HYV4VLAttention",
     "MistralLarge4TextAttention",
 )
 
