@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from ring_la import ContextParallel, DisagreementError, PeerError
-from ring_la.serving import Completion, Event, Failed, Lookout, NewToken, Request
+from ring_la.serving import Completion, Event, Failed, Hybrid, Lookout, NewToken, Request
+from ring_la.serving.model import rehearse
 from ring_la.serving.ranks import What
-from tests.serving.engines import Asked, broken_at, engine, prompt, serve, truth
+from tests.serving.engines import SOME, Asked, broken_at, engine, prompt, serve, truth
+from tests.support.generation import make
 from tests.support.pool import group
 
 
@@ -146,6 +148,20 @@ def test_a_rank_that_does_something_else_is_named_on_all(ranks, moment, said):
     assert f"disagree on a server's {what}:" in found[0][0]
     assert re.search(rf"rank 0: .*{right}.*\n  rank 1: .*{other}.*\n  rank 2: .*{right}", found[0][0])
     assert found[0][1] == 2 * [str(Failed("the server has failed (DisagreementError)"))]
+
+
+def check_other_weights(rank: int, odd: int) -> None:
+    model = make(SOME)
+    rehearse(Hybrid(model), cp := ContextParallel(group(), scan="ring", validate="never", timeout=5))
+    if rank == odd:
+        model.blocks[0].layer_norm.weight.data[0] += 0.125
+    rehearse(Hybrid(model), cp)
+
+
+def test_ranks_with_other_weights_do_not_serve(ranks):
+    ranks.run(2, check_other_weights, 2)
+    with pytest.raises(AssertionError, match=r"disagree on the model that is served:\n.*weights="):
+        ranks.run(2, check_other_weights, 1)
 
 
 def check_stuck(rank: int) -> tuple[str, list[dict[str, dict[int, float]]]]:
