@@ -52,6 +52,7 @@ class Group(Members):
         copies: whether large tensors may be copied from and to other ranks' memory ("auto": if the driver lets them).
         bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
         wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
+        waits_since: when the wait that the host is in began (`time.monotonic`); None: it is in none.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, transport: str = "auto") -> None:
@@ -69,6 +70,7 @@ class Group(Members):
         self.turns = TakenInTurns(lambda: GroupMemory(self, self.watch))
         self.bytes_sent = 0
         self.wait_seconds = 0.0
+        self.waits_since: float | None = None
         self.transport: Transport = by_torch
         self.mailboxes: SymmetricTransport | None = None
         self.copies = transport == "symmetric" and self.size > 1
@@ -189,7 +191,7 @@ class Group(Members):
             raise self.watch.error(what, error) from error
 
         def finish() -> Any:
-            start = time.perf_counter()
+            self.waits_since = start = time.monotonic()
             try:
                 if posted and calls is not None:
                     calls.meet(sent=True)
@@ -199,7 +201,9 @@ class Group(Members):
                 raise
             except RuntimeError as error:
                 raise self.watch.error(what, error) from error
-            self.wait_seconds += time.perf_counter() - start
+            finally:
+                self.waits_since = None
+            self.wait_seconds += time.monotonic() - start
             return result()
 
         return Pending(finish)

@@ -22,7 +22,7 @@ class ContextParallel(ContextRanks):
             is split. Creating a ContextParallel is collective over the group.
         scan: how states travel between ranks: "auto", "ring", "pipelined", "all_gather", "doubling" or
             "all_to_all". "auto" measures latency and bandwidth of the group once, here, and picks for each
-            shape by a cost model.
+            shape by a cost model. Deterministic ranks take the ring, and "auto" or "ring" alone.
         attention: how softmax attention exchanges keys and values: "auto" or one of ATTENTION.
         transport: what carries the messages: "torch" (torch.distributed's backend of the group), "symmetric" (memory of
             the GPUs of one host, mapped by all: one small kernel a message; a ring of softmax attention copies keys and

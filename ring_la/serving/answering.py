@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from .answers import Answer, Json, error
-from .completion import Completion, Ended, Event, Failed, NewToken
+from .completion import Completion, Ended, Event, Failed, NewToken, Stopped
 from .protocol import Wanted
 from .records import Record
+from .waiting import Stopping
 
 ALIVE = 15.0
 """Seconds after which a stream without news gets a comment, so that nobody between takes it for dead."""
@@ -95,7 +96,7 @@ def _sent(value: object) -> str:
 
 
 async def whole(asked: Asked, answer: Answer, request: Request) -> tuple[Json, int]:
-    """The completions in one piece, and the status."""
+    """The completions in one piece, and the status. Raises Stopping: the server has stopped before they ended."""
     leaving = asyncio.create_task(_watch(request, asked))
     texts: list[list[str]] = [[] for _ in asked.jobs]
     tokens: list[list[NewToken]] = [[] for _ in asked.jobs]
@@ -103,6 +104,9 @@ async def whole(asked: Asked, answer: Answer, request: Request) -> tuple[Json, i
     try:
         while len(ends) < len(asked.jobs):
             index, event = await asked.events.get()
+            if isinstance(event, Stopped):
+                asked.record.end("busy", 503)
+                raise Stopping(event.message)
             if isinstance(event, Failed):
                 asked.record.end(*(("failed", 500) if index >= 0 else ("gone", GONE)))
                 return error(event.message, "server_error"), 500

@@ -54,6 +54,11 @@ class Batch:
         """Of each row's next token ``[N, vocab_size]``."""
         return self._after.logits
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, where something remembers single tokens, else 0."""
+        return (lengths_of(self._after.states) or [0] * len(self.rows)) if self.rows else []
+
     def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
         self._after = self._arranged(range(len(self.rows)), [prompt])
@@ -147,6 +152,16 @@ class Batch:
             seats.advance()
             if seats.full:
                 self._after = self._arranged(range(len(self.rows)), [])
+
+
+def lengths_of(states: Sequence[Any]) -> list[int]:
+    """Tokens of the sequences whose states these are, where a layer has keys of them; else nothing."""
+    for state in states:
+        if isinstance(state, LayerKeys):
+            return state.rows.lengths
+        if isinstance(state, KVCache):
+            return [state.k.shape[1]] * len(state.k)
+    return []
 
 
 def _chosen_token(sampler: Sampler | Chooser, logits: torch.Tensor) -> torch.Tensor | Exception:

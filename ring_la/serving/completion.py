@@ -43,6 +43,10 @@ class Failed(NamedTuple):
     message: str
 
 
+class Stopped(Failed):
+    """The same, as the server was told to stop: another can answer it."""
+
+
 Event = NewToken | Ended | Failed
 
 
@@ -122,12 +126,12 @@ class Completion:
         """Nobody wants it any more; it hears of nothing further. From any thread."""
         self.cancelled = self.trail.ended = True
 
-    def fail(self, message: str, error: Exception | None = None) -> None:
+    def fail(self, message: str, error: Exception | None = None, kind: type[Failed] = Failed) -> None:
         """It ends with a message; the whole of the error is the operator's."""
         if error is not None:
             LOG.error("a request has failed", exc_info=error)
         try:
-            self.emit(Failed(message if error is None else f"{message} ({type(error).__name__})"))
+            self.emit(kind(message if error is None else f"{message} ({type(error).__name__})"))
         except Exception:  # whoever listens may be gone
             LOG.exception("nobody could be told that %s", message)
 

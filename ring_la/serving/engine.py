@@ -24,7 +24,7 @@ from ..context import ContextParallel
 from ..errors import PeerError
 from .batch import NOBODY, Row
 from .capacity import Capacity
-from .completion import Completion
+from .completion import Completion, Failed, Stopped
 from .decoding import Decoding, fail_all
 from .model import Served
 from .pace import Pace
@@ -141,7 +141,7 @@ class Engine:
             job.stream = Stream(self.text.decoder(), job.request.stop)
         self._waiting.put(*jobs)
         if self._closed.is_set():  # by now: nobody would take it out
-            self._fail("the server has stopped")
+            self._end_all()
 
     def stop(self) -> None:
         """Take no more requests, and return from `run` when those under way have ended or had their time."""
@@ -167,20 +167,22 @@ class Engine:
                 self._prompts.find()
                 while self._turn():
                     pass
-                self._fail("the server has stopped")
+                self._end_all()
                 self._prompts.store()
                 self.ranks.tell(Word(What.STOP))
             else:
                 self._follow()
         except Overdue:
-            self._fail("the server has stopped")
+            self._end_all()
         except BaseException as error:
             late = self.late()
             self._closed.set()
             if isinstance(error, PeerError) and late:  # the others have left a piece before this one
-                self._fail("the server has stopped")
+                self._end_all()
                 return
-            self._fail(f"the server has failed ({type(error).__name__})")  # the whole of it is the operator's
+            self._end_all(
+                f"the server has failed ({type(error).__name__})", Failed
+            )  # the whole of it is the operator's
             raise
         finally:
             self._closed.set()
@@ -246,10 +248,10 @@ class Engine:
         self._prompts.end(reading)
         fail_all([reading.job], error)
 
-    def _fail(self, message: str) -> None:
+    def _end_all(self, message: str = "the server has stopped", kind: type[Failed] = Stopped) -> None:
         """End every request there is."""
         jobs = [*self._under_way(), *self._waiting.empty()] if self.ranks.leads else []  # the others know of none
         self.batch.clear()
         self._prompts.clear()
         for job in jobs:
-            job.fail(message)
+            job.fail(message, kind=kind)

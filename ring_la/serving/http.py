@@ -40,7 +40,7 @@ from .shares import shares
 from .waiting import Busy, Stopping
 
 STALLED = 5.0
-"""Seconds without a sign of life from a rank after which the server is not healthy."""
+"""Seconds without a sign of life from a rank, or of waiting for it, after which the server is not healthy."""
 CLOSING = 5
 """Seconds that connections get to close at the end."""
 REMEMBERED = 256
@@ -97,9 +97,9 @@ def _add_state(app: FastAPI, engine: Engine, records: Records, lookout: Lookout 
         state = {"running": engine.running, "waiting": engine.waiting}
         if engine.stopping:
             return JSONResponse({"status": "stopping", **state}, 503)
-        quiet = {} if lookout is None else {r: round(s, 1) for r, s in lookout.silence.items() if s > STALLED}
-        if quiet:
-            return JSONResponse({"status": "stalled", "silent_ranks": quiet, **state}, 503)
+        stalled = {} if lookout is None else lookout.stalled(STALLED)
+        if stalled:
+            return JSONResponse({"status": "stalled", **stalled, **state}, 503)
         return JSONResponse({"status": "ok", **state})
 
     @app.get("/metrics")

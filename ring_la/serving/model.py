@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -127,8 +128,11 @@ def rehearse(model: Served, cp: ContextParallel | None) -> None:
     """Read a prompt and one token more, before anybody is told that the model is there. Collective.
 
     Raises:
-        UnsupportedError: the model cannot do that; on every rank.
+        UnsupportedError: the model cannot do that; on every rank. DisagreementError: the ranks have other models, or
+        other weights, as far as the first row of each says so.
     """
+    if cp is not None and cp.size > 1:
+        cp.comm.agreement.agree("the model that is served", told(model))
     length = REHEARSED * (1 if cp is None else cp.size)
     ids = torch.arange(min(length, (model.max_tokens or length + 1) - 1), device=model.device)[None] % model.vocab_size
     try:
@@ -140,3 +144,24 @@ def rehearse(model: Served, cp: ContextParallel | None) -> None:
         name, hint = type(model.model).__name__, "" if cp is None or cp.size == 1 else "Perhaps one rank can serve it"
         got = f"{name}, which does not ({type(error).__name__}: {error})"
         raise UnsupportedError("model", "one that reads a prompt and goes on from there", got, hint) from error
+
+
+def told(model: Served) -> dict[str, object]:
+    """What a model is, to compare: no part of its weights where ranks share them out."""
+    weights = [] if model.shares_weights else [p.detach() for p in model.model.parameters()]
+    rows = [_first_row(p).contiguous().view(torch.uint8).sum() for p in weights if type(p) is Tensor and p.numel()]
+    sums = torch.stack(rows).tolist() if rows else []
+    config = getattr(model.model, "config", None) if isinstance(model.model, HybridLM) else None
+    return {
+        "class": type(model.model).__name__,
+        "config": None if config is None else config.to_dict(),
+        "vocab_size": model.vocab_size,
+        "max_tokens": model.max_tokens,
+        "weights": f"{zlib.crc32(str(sums).encode()):08x}",
+    }
+
+
+def _first_row(x: Tensor) -> Tensor:
+    while x.dim() > 1:
+        x = x[0]
+    return x[None] if x.dim() == 0 else x

@@ -29,6 +29,7 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "tool_choice": (None, "auto", "none"),
     "tools": (None, []),

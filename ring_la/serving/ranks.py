@@ -1,4 +1,4 @@
-"""Rank 0 decides, the others follow: what to do next travels on the CPU, over gloo.
+"""Rank 0 decides, the others follow: what to do next travels on the CPU, over gloo, on CPUs in the model's own group.
 
 Every word is an exchange among all ranks, so that each hears of the others: rank 0 says something once a second even
 if nothing is to be done. A server may be idle for ever and no wait comes near its timeout; a rank that died or stalled
@@ -85,12 +85,12 @@ class Ranks:
         self.comm: Group | None = None
         self._spoken = time.monotonic()
         if cp is not None and cp.size > 1:
-            if cp.size == dist.get_world_size():
-                self.comm = Group(dist.new_group(backend="gloo", timeout=cp.timeout), cp.timeout, "torch")
-            elif cp.comm.on_cuda:
-                raise ArgumentError("cp", "all ranks of the job", f"{cp.size} of {dist.get_world_size()}")
-            else:
+            if not cp.comm.on_cuda:
                 self.comm = cp.comm
+            elif cp.size == dist.get_world_size():
+                self.comm = Group(dist.new_group(backend="gloo", timeout=cp.timeout), cp.timeout, "torch")
+            else:
+                raise ArgumentError("cp", "all ranks of the job", f"{cp.size} of {dist.get_world_size()}")
 
     @property
     def leads(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import traceback
 
+from ..comm import Entry
 from ..context import ContextParallel
 from ..inference import Prefilled
-from .batch import NOBODY, Row
+from .batch import NOBODY, Row, lengths_of
 from .disk import Disk
 from .model import FATAL, Served, keys_stay
 from .prefixes import KeptPrefix, kept, whole
@@ -66,6 +67,7 @@ class States:
             self.batch.clear()
         elif word.what in (What.READ, What.KEEP, What.MOVE, *DECODING):
             error = None
+            self._compare(word)
             try:
                 self._try(word, row)
             except FATAL:
@@ -81,6 +83,21 @@ class States:
                 self._ranks.agree(error)
             return error
         return None
+
+    def _compare(self, word: Word) -> None:
+        """What this rank is about to do with what, before it sends anything of it: in the log of calls, so that ranks
+        of which one has lost count have the same error."""
+        sends = word.what == What.READ or (self.together and word.what in DECODING)
+        if self._cp is None or self._cp.size == 1 or not sends:
+            return
+        said = [f"tokens={0 if word.ids is None else len(word.ids)}"]
+        if self.together:
+            said.append(f"decoded={self.batch.lengths}")
+        if word.start in self.open:
+            said.append(f"after={lengths_of(self.open[word.start].states)}")
+        elif word.start:
+            said.append(f"after={[self.kept[word.start].length] if word.start in self.kept else 'what is not here'}")
+        self._cp.comm.agreement.again(Entry.of(f"a server's {word.what.name}", "\n".join(said)))
 
     def _try(self, word: Word, row: Row) -> None:
         """What a request may fail at."""

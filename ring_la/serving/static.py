@@ -80,6 +80,10 @@ class StaticBatch(Batch):
     def logits(self) -> Tensor:
         return self._logits
 
+    @property
+    def lengths(self) -> list[int]:
+        return [sum(self._taken[seat]) for seat in self._seats]
+
     def close(self) -> None:
         if self._step is not None:
             self._step.release()

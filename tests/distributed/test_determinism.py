@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ring_la
+from ring_la.scan import STRATEGIES
 from tests.support.pool import group
 from tests.support.recurrence_cases import BY_NAME, make_inputs
 
@@ -131,9 +132,28 @@ def test_latents_have_the_same_bits_and_what_has_not_is_refused(ranks):
         assert not [n for n, t in one.items() if not torch.equal(t, some[n])]
 
 
+def check_scans(rank: int, P: int) -> dict[str, Tensor]:
+    """Results by each scan strategy that a deterministic `ContextParallel` takes; every other is refused by name."""
+    found = {}
+    for scan in ("auto", *STRATEGIES):
+        if scan in ("auto", "ring"):
+            layout = ring_la.ContextParallel(group(P), scan=scan, deterministic=True).layout(171, cu_seqlens=DOCUMENTS)
+            found |= {f"{scan} {n}": t for n, t in results_of("gated_delta_rule", layout).items()}
+        else:
+            with pytest.raises(ring_la.ArgumentError, match=f'^scan: expected "auto" or "ring" .*{scan}'):
+                ring_la.ContextParallel(group(P), scan=scan, deterministic=True)
+    return found
+
+
+def test_every_scan_has_the_same_bits_or_is_refused_by_name(ranks):
+    one = ranks.run(1, check_scans, 1)[0]
+    assert all(torch.equal(t, one[n.replace("auto", "ring")]) for n, t in one.items())
+    for P in (2, 3, 4):
+        for some in ranks.run(P, check_scans, P):
+            assert not [n for n, t in one.items() if not torch.equal(t, some[n])], P
+
+
 def check_deterministic_refusals(rank: int) -> None:
-    with pytest.raises(ring_la.ArgumentError, match=r"^scan: expected"):
-        ring_la.ContextParallel(group(), scan="doubling", deterministic=True)
     cp = ring_la.ContextParallel(group(), deterministic=True)
     with pytest.raises(ring_la.ArgumentError, match=r"^multiple_of: expected"):
         cp.layout(200, multiple_of=1)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
+import threading
+import time
 
 import pytest
 import torch
 
 from ring_la import ContextParallel, DisagreementError, PeerError
-from ring_la.serving import Completion, Event, Failed, NewToken, Request
-from tests.serving.engines import Asked, broken_at, engine, prompt, serve, truth
+from ring_la.serving import Completion, Event, Failed, Hybrid, Lookout, NewToken, Request
+from ring_la.serving.model import rehearse
+from ring_la.serving.ranks import What
+from tests.serving.engines import SOME, Asked, broken_at, engine, prompt, serve, truth
+from tests.support.generation import make
 from tests.support.pool import group
 
 
@@ -101,6 +107,97 @@ def test_a_request_that_fails_on_one_rank_ends_the_server_on_all(ranks):
     assert leader[0] == follower[0]
     assert "rank 1: RuntimeError: no such prompt" in leader[0]
     assert "the server has failed (DisagreementError)" in leader[1]
+
+
+def check_lost_count(rank: int, moment: str) -> tuple[str, list[str]]:
+    """Rank 1 does something else than it was told: reads two tokens more, takes a step of one sequence less, or starts
+    from a state that it does not have."""
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=5)
+    server, jobs = engine(cp, piece=16, batch=2), [Asked([5, *prompt(39)], 20), Asked(prompt(9), 20)]
+    do = server.states.do
+
+    def other(word, *more):
+        if rank == 1 and word.what == What.READ and word.start and moment == "read":
+            word = word._replace(ids=torch.cat([word.ids, word.ids[:2]]))
+        elif rank == 1 and word.what == What.READ and word.start and moment == "start":
+            del server.states.open[word.start]
+        elif rank == 1 and word.what == What.STEP and moment == "step" and len(server.batch.rows) == 2:
+            server.batch.keep([0])
+            word = word._replace(ids=word.ids[:1])
+        return do(word, *more)
+
+    server.states.do = other
+    with pytest.raises(DisagreementError) as error:
+        serve(server, jobs)
+    return str(error.value), [str(job.events[-1]) for job in jobs if job.events]
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        ("read", ("READ", r"tokens=16", r"tokens=18")),
+        ("start", ("READ", r"after=\[16\]", r"after=what is not here")),
+        ("step", ("STEP", r"decoded=\[\d+, \d+\]", r"decoded=\[\d+\]")),
+    ],
+)
+def test_a_rank_that_does_something_else_is_named_on_all(ranks, moment, said):
+    found = ranks.run(3, check_lost_count, moment, dying=())
+    ranks.stop()  # their messages are half exchanged
+    assert len({error for error, _ in found}) == 1
+    what, right, other = said
+    assert f"disagree on a server's {what}:" in found[0][0]
+    assert re.search(rf"rank 0: .*{right}.*\n  rank 1: .*{other}.*\n  rank 2: .*{right}", found[0][0])
+    assert found[0][1] == 2 * [str(Failed("the server has failed (DisagreementError)"))]
+
+
+def check_other_weights(rank: int, odd: int) -> None:
+    model = make(SOME)
+    rehearse(Hybrid(model), cp := ContextParallel(group(), scan="ring", validate="never", timeout=5))
+    if rank == odd:
+        model.blocks[0].layer_norm.weight.data[0] += 0.125
+    rehearse(Hybrid(model), cp)
+
+
+def test_ranks_with_other_weights_do_not_serve(ranks):
+    ranks.run(2, check_other_weights, 2)
+    with pytest.raises(AssertionError, match=r"disagree on the model that is served:\n.*weights="):
+        ranks.run(2, check_other_weights, 1)
+
+
+def check_stuck(rank: int) -> tuple[str, list[dict[str, dict[int, float]]]]:
+    """Rank 1 never comes back from its third step, alive; what rank 0's lookout says meanwhile."""
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
+    server, job, steps, seen = engine(cp), Asked(prompt(5), 100_000), [], []
+    step, ended = server.model.step, threading.Event()
+
+    def stuck(*arguments, **keywords):
+        steps.append(True)
+        if rank == 1 and len(steps) == 3:
+            time.sleep(6)
+        return step(*arguments, **keywords)
+
+    def look(lookout: Lookout) -> None:
+        while not ended.wait(0.1):
+            seen.append(lookout.stalled(1.0))
+
+    server.model.step = stuck
+    if rank == 0:
+        server.submit(job)
+    with Lookout(server, cp) as lookout:
+        threading.Thread(target=look, args=(lookout,)).start()
+        with pytest.raises(PeerError) as error:
+            server.run()
+        ended.set()
+    assert rank or job.events[-1] == Failed("the server has failed (PeerError)")
+    return str(error.value), [said for said in seen if said]
+
+
+def test_a_rank_that_is_stuck_is_seen_and_named(ranks):
+    leader, _, other = ranks.run(3, check_stuck, dying=())
+    ranks.stop()
+    for error, _ in (leader, other):
+        assert "no sign of life from rank 1 (global rank 1). " in error
+    assert [1] in [list(said.get("awaited_ranks", ())) for said in leader[1]]  # by number; none while all get on
 
 
 def test_errors_while_decoding_end_their_requests_alone():

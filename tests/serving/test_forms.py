@@ -98,6 +98,7 @@ def test_a_chat(client):
     ]
     ids = greedy("system:\nBe brief.\n\nuser:\nHi\n\nassistant:\n", 6)
     fields = {"messages": messages, "max_completion_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 1}
+    fields |= {"service_tier": "auto", "store": False, "tools": [], "tool_choice": "none"}  # ask for nothing
     status, said = client.ask("POST", "/v1/chat/completions", fields)
     assert status == 200, said
     choice = said["choices"][0]

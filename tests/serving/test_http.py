@@ -256,11 +256,17 @@ def test_a_stopping_server_ends_streams_and_refuses_requests():
         fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": True}
         answer = client.open("POST", "/v1/completions", fields).getresponse()
         answer.readline()
+        whole = client.open("POST", "/v1/completions", fields | {"stream": False})
+        while client.engine.running < 2:
+            time.sleep(0.02)
         client.engine.stop()
         status, said = client.ask("POST", "/v1/completions", {"prompt": PROMPT})
         assert (status, said["error"]["code"]) == (503, "busy")
         assert client.ask("GET", "/health")[0] == 503
         assert "the server has stopped" in answer.read().decode()
+        ended = whole.getresponse()  # not its fault, and another server can answer it
+        assert (ended.status, ended.headers["Retry-After"]) == (503, "1")
+        assert json.loads(ended.read())["error"]["message"] == "the server has stopped"
 
 
 def test_a_port_that_is_taken():
