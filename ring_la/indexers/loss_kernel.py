@@ -41,7 +41,9 @@ def index_tile(K, CHOSEN, slots, S, start, token, k_t, width, BD: tl.constexpr):
 def tile(K, AK, CHOSEN, slots, S, start, token, k_t, ak_t, width,
          KW: tl.constexpr, RW: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """The same, with attention's keys and their last columns."""
-    at, seen, k = index_tile(K, CHOSEN, slots, S, start, token, k_t, width, BD)
+    at, seen, k = index_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        K, CHOSEN, slots, S, start, token, k_t, width, BD
+    )
     c, r = tl.arange(0, BK), tl.arange(0, BR)
     a = tl.load(AK + at[:, None] * ak_t + c[None, :], mask=seen[:, None] & (c < KW)[None, :], other=0.0)
     rest = tl.load(AK + at[:, None] * ak_t + KW + r[None, :], mask=seen[:, None] & (r < RW)[None, :], other=0.0)
