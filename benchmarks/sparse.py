@@ -10,7 +10,7 @@ sends none so). First errors beside PyTorch's form in fp64, 4,096 tokens. Then:
     auto, FORM          2,048 chosen keys, forward + backward, latents as `auto` has them come; also --strategies
     ideal, FORM         the same queries of each rank with all latents at hand: no exchange
     index …             the choice: a lightning indexer of 4 heads of 128, also with products of 8 bits; and its loss,
-                        with gradients, a first call of that length and a second
+                        with gradients, a first call of that length and a second, and one that is given attention's lse
     all keys …          expanded from latents under way, of a quarter of the tokens; then of all, forward + backward,
                         where 17 times what the quarter took is left of --limit
 
@@ -117,6 +117,8 @@ def indexed(
         step = learning(layout, args.heads, chosen, backend)
         for call in ("first", "second"):
             yield row(cp, f"index, its loss, {backend}, {call} call", step, left, 0)
+        step = learning(layout, args.heads, chosen, backend, attention_lse=lse_like(layout, args.heads))
+        yield row(cp, f"index, its loss, {backend}, attention's lse given", step, left)
 
 
 def row(cp: ring_la.ContextParallel, name: str, step: Callable[[], None], left: Left, warm: int = 1) -> tuple[str, Row]:
@@ -170,14 +172,20 @@ def indexing(layout: ring_la.ShardedLayout, **how: Any) -> Callable[[], None]:
     return step
 
 
-def learning(layout: ring_la.ShardedLayout, heads: int, chosen: Tensor, backend: str) -> Callable[[], None]:
+def lse_like(layout: ring_la.ShardedLayout, heads: int) -> Tensor:
+    """What attention might give."""
+    return torch.full((1, heads, layout.local_length), 8.0, device="cuda")
+
+
+def learning(layout: ring_la.ShardedLayout, heads: int, chosen: Tensor, backend: str, **how: Any) -> Callable[[], None]:
     """An indexer's loss with its gradients, of queries taken to the latents."""
+    how |= dict(layout=layout, scale=(N + R) ** -0.5, backend=backend)
     shapes = ((4, 128), (128,), (4,), (heads, L + R), (1, L + R))
     x = [torch.randn(1, layout.local_length, *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     index = [t.requires_grad_() for t in x[:3]]
 
     def step() -> None:
-        loss = lightning_loss(*index, chosen, *x[3:], layout=layout, scale=(N + R) ** -0.5, backend=backend)
+        loss = lightning_loss(*index, chosen, *x[3:], **how)
         torch.autograd.grad(loss, index)
 
     return step

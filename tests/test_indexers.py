@@ -66,6 +66,11 @@ def few(monkeypatch):
     monkeypatch.setattr(chosen, "CHUNK", 7)
 
 
+def lse_of(x: dict[str, Tensor], places: Tensor, **where) -> Tensor:
+    """What attention to a choice gives."""
+    return ring_la.sparse_attention(x["aq"], x["ak"], x["ak"], places, **where).lse
+
+
 def test_lightning_on_one_device_is_the_loop(few):
     x, cu = draw(), torch.tensor(CU)
     out = lightning_index(x["q"], x["k"], x["w"], TOPK, cu_seqlens=cu)
@@ -74,6 +79,10 @@ def test_lightning_on_one_device_is_the_loop(few):
     want = loss_of(x, picked(x))
     got = lightning_loss(*leaves(x), out.places, x["aq"], x["ak"], cu_seqlens=cu)
     torch.testing.assert_close(got, want)
+    given = lightning_loss(
+        *leaves(x), out.places, x["aq"], x["ak"], attention_lse=lse_of(x, out.places, cu_seqlens=cu), cu_seqlens=cu
+    )
+    torch.testing.assert_close(given, want)
     pairs = zip(torch.autograd.grad(got, leaves(x)), torch.autograd.grad(loss_of(x, picked(x)), leaves(x)))
     assert all(torch.allclose(a, b) for a, b in pairs)
 
@@ -87,7 +96,8 @@ def check_lightning(rank: int, P: int) -> bool:
         local = {n: layout.shard(t.detach()) for n, t in x.items()}
         out = lightning_index(local["q"], local["k"], local["w"], TOPK, layout=layout)
         assert sets(out.places) == [places[t] for t in layout.tokens().tolist()]
-        loss = lightning_loss(*leaves(local), out.places, local["aq"], local["ak"], layout=layout)
+        given = lse_of(local, out.places, layout=layout) if kind == "zigzag" else None
+        loss = lightning_loss(*leaves(local), out.places, local["aq"], local["ak"], attention_lse=given, layout=layout)
         torch.testing.assert_close(cp.comm.all_reduce(loss.detach().clone()).wait(), loss_of(x, places).detach())
         for got, whole in zip(torch.autograd.grad(loss, leaves(local)), want):
             torch.testing.assert_close(got, layout.shard(whole))
@@ -148,7 +158,12 @@ def wrong(function: Callable, x: dict[str, Tensor], given: dict) -> dict[str, li
     if "w" in given:
         found |= dict(w=[x["k"], None], k=[*found["k"], k.half()])
     if function is lightning_loss:
-        found |= dict(chosen=[given["chosen"].double(), None], attention_q=[x["q"][0]], attention_k=[x["q"], None])
+        found |= dict(
+            attention_lse=[x["q"]],
+            chosen=[given["chosen"].double(), None],
+            attention_q=[x["q"][0]],
+            attention_k=[x["q"], None],
+        )
     return found
 
 

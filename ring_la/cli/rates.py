@@ -34,7 +34,8 @@ INDEX, LISTED = 1.37e14, 3.2e6
 keys there are: through 105 ms of 131,072 tokens on one GPU (benchmarks/results/index-tuning-2-h200.json) and 1.11 s of
 1,048,576 on four (sparse-h200x4.json)."""
 LOSS = 1.7e12
-"""Bytes a second of an indexer's loss, counted as those of `CHOSEN`: 4.13 s of 1,048,576 tokens on one GPU
+"""Bytes a second of an indexer's loss, counted as those of `CHOSEN`, of a call that read latents twice (which layers
+no longer ask for: they give attention's lse): 4.13 s of 1,048,576 tokens on one GPU
 (benchmarks/results/sparse-index-2-h200.json), a first call, which may have compiled for a second. Of 16,384 tokens,
 which a cache holds, it is 3.4e12 (docs/notebook/2026-11-23-index-in-one-pass.md). The 3.05 s of a quarter of the
 queries in sparse-h200x4.json are not used (docs/users/guides/planning.md#how-far-to-trust-it says why)."""
@@ -110,9 +111,9 @@ class Rates:
         return scores + queries / (LISTED * self.copy / H200.copy)
 
     def index_loss(self, keys: float, width: float, channels: int) -> float:
-        """Seconds of an indexer's loss with its gradients, of as many chosen keys as `chosen`: latents and index keys
-        are read twice, gradients of index keys added once."""
-        return keys * (4 * (width + channels) + 4 * channels) / (LOSS * self.copy / H200.copy)
+        """Seconds of an indexer's loss with its gradients, of as many chosen keys as `chosen`: latents are read once,
+        index keys twice, and gradients of these added once."""
+        return keys * (2 * width + 8 * channels) / (LOSS * self.copy / H200.copy)
 
     def recurrence(self, name: str, token_heads: float, K: int, V: int, backward: bool) -> float:
         """Seconds of a recurrence on one device; work grows with K·V."""

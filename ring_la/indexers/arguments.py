@@ -99,6 +99,7 @@ def check_loss(
     chosen: object,
     attention_q: Tensor,
     attention_k: Tensor,
+    attention_lse: object,
     scale: object,
     backend: object,
 ) -> None:
@@ -110,6 +111,9 @@ def check_loss(
             raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}, K={K}", list(x.shape))
     if attention_k.dtype != attention_q.dtype:
         raise ArgumentError("attention_k", f"{attention_q.dtype}, as attention_q", attention_k.dtype)
+    wanted = [B, attention_q.shape[2], T]
+    if attention_lse is not None and (not isinstance(attention_lse, Tensor) or list(attention_lse.shape) != wanted):
+        raise ArgumentError("attention_lse", f"None or [B, H, T] = {wanted}", describe_tensor(attention_lse))
     places = isinstance(chosen, Tensor) and chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 4
     if not places or list(chosen.shape[:3]) != [B, T, 1]:  # type: ignore[attr-defined]
         raise ArgumentError("chosen", f"int32 or int64 [B, T, 1, S] with B={B}, T={T}", describe_tensor(chosen))

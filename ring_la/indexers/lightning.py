@@ -25,14 +25,11 @@ from ..errors import SecondDerivativeError
 from ..kernels.choice import triton_installed
 from ..schemas import declared
 from ..softmax.products import product
+from . import loss
 from .arguments import Given, check_choice, check_loss, checked, loss_in_one_kernel
 from .chosen import Chosen, Rows, best, empty_choice
 from .eight_bits import eight_bits
 
-NUMBERS = 1 << 24
-"""Numbers of chosen keys that exist at once in the loss, on a CPU."""
-ON_GPUS = 1 << 28
-"""The same on a GPU, which many small strips would leave idle."""
 WIDEST = 128
 """Channels of an index key up to which the kernel has run."""
 
@@ -126,6 +123,7 @@ def lightning_loss(
     attention_q: Tensor,
     attention_k: Tensor,
     *,
+    attention_lse: Tensor | None = None,
     scale: float | None = None,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
@@ -138,6 +136,7 @@ def lightning_loss(
         chosen: int ``[B, T, 1, S]``. In a warm-up, where all earlier keys are read, all of them.
         attention_q: ``[B, T, H, K]``. attention_k: ``[B, T, Hk, K]``; of latents ``[B, T, 1, L + R]`` and queries taken
             to them. scale: of attention; None: K**-0.5.
+        attention_lse: what attention to the same choice gave, ``[B, H, T]``; without it it is formed here.
         layout, cu_seqlens: as `lightning_index`.
         backend: "torch", or "triton", one kernel on CUDA for 16-bit numbers and one head of attention's keys,
             of which nothing gathered is written down; gradients of k are summed in an order that varies. None:
@@ -152,26 +151,27 @@ def lightning_loss(
     """
     if not torch.compiler.is_compiling():
         given: Given = dict(q=(q, 4), k=(k, 3), w=(w, 3), attention_q=(attention_q, 4), attention_k=(attention_k, 4))
-        check = functools.partial(check_loss, q, k, w, chosen, attention_q, attention_k, scale, backend)
+        check = functools.partial(check_loss, q, k, w, chosen, attention_q, attention_k, attention_lse, scale, backend)
         checked("lightning_loss", given, (layout, cu_seqlens), check)
     scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
     picked, low = chosen[:, :, 0], attention_q.detach()
+    lse = None if attention_lse is None else attention_lse.detach()
     if torch.compiler.is_compiling():
         keys, whole = (x if layout is None else layout.gather(x) for x in (k, attention_k.detach()))
-        return _loss(q, keys, w, picked, low, whole, cu_seqlens, number_of(layout), scale, backend)[0]
+        return _loss(q, keys, w, picked, low, whole, lse, cu_seqlens, number_of(layout), scale, backend)[0]
     rows = Rows.of(q, layout, cu_seqlens)
     with torch.no_grad():
         whole = rows.gather(attention_k.detach())
-    return _Loss.apply(q, rows.gather(k), w, picked, low, whole, scale, rows, backend)
+    return _Loss.apply(q, rows.gather(k), w, picked, low, whole, lse, scale, rows, backend)
 
 
 class _Loss(torch.autograd.Function):
     """L and its gradients, which are formed with it."""
 
     @staticmethod
-    def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows, backend: str | None):
+    def forward(ctx, q, k, w, chosen, attention_q, attention_k, lse, scale: float, rows: Rows, backend: str | None):
         loss, *found = _formed_by(backend, q, attention_q, attention_k)(
-            q, k, w, chosen, attention_q, attention_k, scale, rows
+            q, k, w, chosen, attention_q, attention_k, scale, rows, lse
         )
         ctx.save_for_backward(*found)
         return loss
@@ -179,7 +179,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
-        return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 6
+        return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 7
 
 
 class LossArguments(NamedTuple):
@@ -192,6 +192,7 @@ class LossArguments(NamedTuple):
     chosen: Tensor
     attention_q: Tensor
     attention_k: Tensor
+    attention_lse: Tensor | None
     cu_seqlens: Tensor | None
     layout: int
     scale: float
@@ -203,16 +204,16 @@ def _formed_by(
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """What forms the loss and its gradients."""
     if backend == "triton" or (backend is None and q.is_cuda and loss_in_one_kernel(q, attention_q, attention_k)):
-        from .loss_kernel import with_gradients  # needs Triton
+        from . import loss_kernel  # needs Triton
 
-        return with_gradients
-    return _with_gradients
+        return loss_kernel.with_gradients
+    return loss.with_gradients
 
 
 def _formed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = LossArguments(*arguments)
     return _formed_by(x.backend, x.q, x.attention_q, x.attention_k)(
-        *x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens)
+        *x[:6], x.scale, Rows.of(x.q, layout_of(x.layout), x.cu_seqlens), x.attention_lse
     )
 
 
@@ -240,50 +241,7 @@ def _times(ctx, grad: Tensor | None, *of_gradients: Tensor | None):
     if any(g is not None for g in of_gradients):
         raise SecondDerivativeError("lightning_loss has exact first derivatives only; a second one was asked for")
     found = [None if grad is None else x * grad.to(x.dtype) for x in ctx.saved_tensors]
-    return *found, *[None] * 7
+    return *found, *[None] * 8
 
 
 _loss.register_autograd(_times, setup_context=_keep)
-
-
-def _with_gradients(
-    q: Tensor, k: Tensor, w: Tensor, chosen: Tensor, attention_q: Tensor, attention_k: Tensor, scale: float, rows: Rows
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """L and its gradients for q, k and w: each strip of queries gathers its keys once."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    loss = torch.zeros((), dtype=wide, device=q.device)
-    dq, dk, dw = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, w))  # dense: k was gathered
-    (B, T, S), width = chosen.shape, k.shape[2] + attention_k.shape[2:].numel()
-    n = max(1, (ON_GPUS if q.is_cuda else NUMBERS) // max(1, B * S * width))
-    batch = torch.arange(B, device=q.device)[:, None, None] * k.shape[1]
-    rows_k, rows_attention = (x.flatten(0, 1) for x in (k, attention_k))  # whole rows are gathered the fastest
-    for a in range(0, T, n):
-        some = slice(a, min(a + n, T))
-        at = chosen[:, some].long()
-        seen = (at >= rows.starts[some, None]) & (at <= rows.tokens[some, None])
-        at = at.clamp(min=0)
-        flat = (at + batch).flatten()
-        read = rows_attention.index_select(0, flat).unflatten(0, at.shape)
-        p = _attended(attention_q[:, some], read, seen, scale)
-        keys, q_, w_ = rows_k.index_select(0, flat).unflatten(0, at.shape), q[:, some], w[:, some].to(wide)
-        raw = product(q_.flatten(0, 1), keys.flatten(0, 1).mT).unflatten(0, at.shape[:2])  # [B, n, Hi, S]
-        keys, q_ = keys.to(wide), q_.to(wide)
-        s = (w_[:, :, None] @ torch.relu(raw))[:, :, 0].masked_fill(~seen, -torch.inf)
-        log = torch.where(seen, s - torch.logsumexp(s, -1, keepdim=True), 0.0)
-        loss += (torch.xlogy(p, p) - p * log).sum()
-        ds = torch.where(seen, torch.exp(log) * p.sum(-1, keepdim=True) - p, 0.0)[:, :, None]  # [B, n, 1, S]
-        dw[:, some] = (torch.relu(raw) * ds).sum(-1)
-        draw = (raw > 0) * ds * w_[..., None]
-        dq[:, some] = draw @ keys
-        dk.view(-1, k.shape[2]).index_add_(0, flat, (draw.mT @ q_).flatten(0, 2))
-    return loss, dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
-
-
-def _attended(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """p ``[B, n, S]``: how much attention gives each chosen key ``k [B, n, S, Hk, K]``, the mean of all heads."""
-    B, n, _, K = q.shape
-    grouped = q.reshape(B * n * k.shape[3], -1, K)
-    s = scale * product(grouped, k.transpose(2, 3).flatten(0, 2).mT).unflatten(0, (B, n, -1))  # [B, n, Hk, G, S]
-    s = s.masked_fill(~seen[:, :, None, None], -torch.inf)
-    p = torch.exp(s - torch.logsumexp(s, -1, keepdim=True))
-    return torch.where(seen, p.mean((2, 3)), 0.0)

@@ -135,11 +135,11 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         """Attention to the chosen, without earlier tokens, and the indexer's loss where it is asked for."""
         where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
         chosen = lightning_index(*index, self.topk, backend=self.index_backend, **where).places
-        o, loss = self._over(q, key, chosen, **where), None
+        (o, lse), loss = self._over(q, key, chosen, **where), None
         if call.output_loss and self.index_loss:
             with torch.no_grad():
                 low = self._lowered(q, k_up)
-            loss = lightning_loss(*index, chosen, low, key, scale=q.shape[3] ** -0.5, **where)
+            loss = lightning_loss(*index, chosen, low, key, attention_lse=lse, scale=q.shape[3] ** -0.5, **where)
             tokens = q.shape[0] * (q.shape[1] if call.layout is None else call.layout.seq_len)
             loss = loss * (self.index_loss / max(1, tokens))
         return o, loss
@@ -154,14 +154,15 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         o = decode_latents(q, state.alone("key"), *ups, chosen=chosen).o
         return o if layout is None else layout.shard(o)
 
-    def _over(self, q: Tensor, key: Tensor, chosen: Tensor, **where: Any) -> Tensor:
-        """Attention over latents and rotary parts ``[B, S, 1, L + R]`` of chosen places."""
+    def _over(self, q: Tensor, key: Tensor, chosen: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        """Attention over latents and rotary parts ``[B, S, 1, L + R]`` of chosen places: o and lse."""
         latent, k_rope = key[:, :, 0].split(self.widths, -1)
         ups = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
-        return mla(q, latent, k_rope, *ups, chosen=chosen, backend=self.chosen_backend, **where).o
+        out = mla(q, latent, k_rope, *ups, chosen=chosen, backend=self.chosen_backend, **where)
+        return out.o, out.lse
 
     def _after(self, k: Tensor, v: Tensor, q: Tensor, index_q: Tensor, index_w: Tensor) -> Tensor:
         """The last tokens of one document, all of which is in the cache."""
         key, index_k = k.to(q.dtype), v[:, :, 0].to(index_q.dtype)
         chosen = lightning_index(index_q, index_k, index_w, self.topk, backend=self.index_backend).places
-        return self._over(q, key, chosen)
+        return self._over(q, key, chosen)[0]

@@ -82,8 +82,9 @@ def indexed(layout, iq: Tensor, ik: Tensor, iw: Tensor, *x: Tensor) -> tuple:
     q, latent, rotary, up_k, _ = x
     lowered = torch.cat([torch.einsum("bthn,hnl->bthl", q[..., :4], up_k), q[..., 4:]], -1)
     keys = torch.cat([latent, rotary], -1)[:, :, None]
-    loss = indexers.lightning_loss(iq, ik, iw, picked, lowered, keys, layout=layout)
-    return ring_la.mla(*x, chosen=picked, layout=layout).o, loss[None]
+    out = ring_la.mla(*x, chosen=picked, layout=layout)
+    how = dict(attention_lse=out.lse, scale=q.shape[3] ** -0.5, layout=layout)
+    return out.o, indexers.lightning_loss(iq, ik, iw, picked, lowered, keys, **how)[None]
 
 
 def blocks(layout, iq: Tensor, ik: Tensor, *qkv: Tensor) -> tuple:

@@ -182,20 +182,28 @@ def test_the_best_scores(kind, topk):
     assert torch.equal(scores, want)
 
 
-@pytest.mark.parametrize(("dtype", "backend"), [*((d, "torch") for d in LIMITS), (torch.bfloat16, "triton")])
-def test_the_loss_of_an_indexer(dtype, backend):
-    """Products of 16-bit numbers are wide: beside fp64 of the same numbers only sums are rounded, and its gradients."""
+LOSSES = [*((d, "torch", False) for d in LIMITS), *((torch.bfloat16, "triton", given) for given in (False, True))]
+
+
+@pytest.mark.parametrize(("dtype", "backend", "given"), LOSSES)
+def test_the_loss_of_an_indexer(dtype, backend, given):
+    """Products of 16-bit numbers are wide: beside fp64 of the same numbers only sums are rounded, and its gradients.
+    Attention's lse is formed with the loss, or given."""
     rng = torch.Generator("cuda").manual_seed(3)
     shapes = ((6, 128), (128,), (6,), (16, L + R), (1, L + R))
     x = [normal(rng, 2, T, *shape).to(dtype) for shape in shapes]
     x[2] = x[2].abs() / 6
     x[3] = x[3] / 24
     chosen = torch.rand(2, T, T, generator=rng, device="cuda").topk(96, -1).indices[:, :, None].int()
+    scale, (aq, ak) = (N + R) ** -0.5, (t.double() for t in x[3:])
+    lse = ring_la.sparse_attention(aq, ak, ak, chosen, scale=scale).lse if given else None
 
     def run_in(kind: torch.dtype) -> list[Tensor]:
         leaves = [t.to(kind).requires_grad_() for t in x[:3]]
         form = backend if kind == dtype else "torch"
-        loss = lightning_loss(*leaves, chosen, *(t.to(kind) for t in x[3:]), scale=(N + R) ** -0.5, backend=form)
+        loss = lightning_loss(
+            *leaves, chosen, *(t.to(kind) for t in x[3:]), attention_lse=lse, scale=scale, backend=form
+        )
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
     errors = [error(a, b) for a, b in zip(run_in(dtype), run_in(torch.float64))]

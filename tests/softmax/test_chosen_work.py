@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_la
-from ring_la.indexers import chosen, lightning, lightning_index, lightning_loss
+from ring_la.indexers import chosen, lightning, lightning_index, lightning_loss, loss
 from ring_la.nn import DeepSeekSparseAttention
 from ring_la.softmax.backends import chosen as kernels
 from tests.support.pool import group
@@ -71,7 +71,7 @@ def used(cp: ring_la.ContextParallel, T: int) -> dict[str, int]:
 def few_at_once(**more: object) -> Iterator[None]:
     """Budgets far below T_local · T; `more` of `lightning`."""
     budgets = ((chosen, "SCORES", 1 << 13), (chosen, "CHUNK", 1 << 9), (kernels, "NUMBERS", 1 << 12))
-    changes = [*budgets, (lightning, "NUMBERS", 1 << 12), *((lightning, *x) for x in more.items())]
+    changes = [*budgets, (loss, "NUMBERS", 1 << 12), *((lightning, *x) for x in more.items())]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
         for module, name, value in changes:
