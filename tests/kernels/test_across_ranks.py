@@ -26,7 +26,7 @@ interpreted()
 
 LIMIT = 6e-3
 """Relative error of bf16, as on a GPU."""
-RUN = 96
+RUN = 70
 """Tokens that a head forgets in, or does not."""
 
 
@@ -115,17 +115,13 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
     return torch.tensor(squares, dtype=torch.float64), calls.call_count
 
 
-CASES = [
-    ("kda", 2, "zigzag", (0, 150, 520), True),
-    ("gated_delta_rule", 3, "contiguous", None, True),
-    ("kda", 2, "contiguous", None, False),
-]
-"""Rule, ranks, layout, documents, mailboxes."""
+CASES = [("kda", 2, "zigzag", (0, 80, 280), True), ("gated_delta_rule", 3, "contiguous", None, True)]
+"""Rule, ranks, layout, documents, mailboxes; test_hopper_emulated has shards without any, which exchange summaries."""
 
 
 @pytest.mark.parametrize(("name", "size", "kind", "cu", "files"), CASES)
 def test_against_one_device(ranks, tmp_path, name, size, kind, cu, files):
-    found = ranks.run(size, check, size, str(tmp_path), name, kind, cu, files, 520, timeout=600)
+    found = ranks.run(size, check, size, str(tmp_path), name, kind, cu, files, 280, timeout=600)
     errors, sizes = sum(squares for squares, _ in found).unbind(1)
     assert (errors / sizes).sqrt().max() <= LIMIT
     assert all(calls >= 4 for _, calls in found)

@@ -25,6 +25,7 @@ LONGEST = (
     "tests/serving/test_engine.py",
     "tests/blockwise/test_at_once.py",
     "tests/kernels/test_hopper_emulated.py",
+    "tests/kernels/test_across_ranks.py",
     "tests/test_docs.py",
     "tests/serving/test_load.py",
     "tests/examples/test_train_transformers.py",
