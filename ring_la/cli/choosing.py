@@ -16,13 +16,13 @@ CHUNK = 65536
 
 
 def settings(setting: Setting) -> Iterator[Setting]:
-    """The choices tried beside what the options say, the least work first."""
+    """The choices tried beside what the options say, the least work first: those that training takes."""
     layers = tuple(dict.fromkeys(b.layer for b in setting.work.blocks if b.recurrence))
     ways: list[tuple[tuple[str, ...], int | None]] = [((), None), (("block",), None)]
     if not setting.transformers:
-        some = [("mlp", "norm"), (*layers, "mlp", "norm")]
-        ways = [((), None), *((way, chunk) for way in some for chunk in (None, CHUNK)), (("block", "norm"), None)]
-        ways.append((("block", "norm"), CHUNK))
+        some = [("mlp", "norm"), (*layers, "mlp", "norm"), ("block", "norm")]
+        chunks = (None,) if any(b.met for b in setting.work.blocks) else (None, CHUNK)
+        ways = [((), None), *product(some, chunks)]
     spreads = (False, True) if any(b.experts for b in setting.work.blocks) else (False,)
     softmax = any(not b.recurrence for b in setting.work.blocks)
     for recompute, chunk in ways:

@@ -167,8 +167,6 @@ def _refuse(args: argparse.Namespace, config: HybridConfig | None, again: tuple[
         raise ArgumentError("--rounds", f"at most --length {args.length}", args.rounds)
     if args.rounds > 1 and args.layout != "zigzag":
         raise ArgumentError("--layout", "zigzag with --rounds", args.layout)
-    if args.config and args.transformers:
-        raise ArgumentError("--config", "none beside --transformers", args.config)
     for name, file in (("--out", args.out), ("--write", args.write)):
         if file and file.is_dir():
             raise ArgumentError(name, "a file", f"the folder {file}")
@@ -185,8 +183,26 @@ def _refuse(args: argparse.Namespace, config: HybridConfig | None, again: tuple[
     grows = config is not None and any(LAYERS[name].state_type is KVCache for name in config.layers)
     if args.rounds > 1 and grows:
         raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
+    _refuse_for_nothing(args, again)
     if config is None and (args.mlp_chunk or args.rounds > 1 or set(again) - {"block"}):
         raise ArgumentError("--transformers", "--recompute block alone beside it", f"{args.recompute} {args.mlp_chunk}")
+    if config is not None and config.mlp == "moe" and args.mlp_chunk:
+        raise ArgumentError("--mlp-chunk", "none with a mixture of experts", args.mlp_chunk)
+
+
+def _refuse_for_nothing(args: argparse.Namespace, again: tuple[str, ...]) -> None:
+    """Refuse options that would change nothing, or what no run takes."""
+    if args.config and args.transformers:
+        raise ArgumentError("--config", "none beside --transformers", args.config)
+    if args.spread_experts and not args.transformers:
+        raise ArgumentError("--spread-experts", "--transformers beside it: a HybridLM's are on every rank", True)
+    if args.forward:
+        of_backward = {"--recompute": args.recompute, "--mlp-chunk": args.mlp_chunk, "--offload": args.offload}
+        for name, value in of_backward.items():
+            if value:
+                raise ArgumentError(name, "none with --forward, after which nothing is kept", value)
+    if args.keep_attention and not again and not args.choose:
+        raise ArgumentError("--keep-attention", "--recompute beside it", True)
 
 
 def _config(args: argparse.Namespace) -> HybridConfig | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_la.cli import chosen_keys, plan, prediction, rates
+from ring_la.cli import choosing, chosen_keys, plan, prediction, rates
 from ring_la.cli.cluster import Cluster
 from ring_la.cli.main import main
 from ring_la.cli.rates import DEVICES, H200, SHEETS, Rates
@@ -303,6 +303,11 @@ def test_the_command_prints_and_saves_its_table(tmp_path, capsys):
         (("--rounds", "2", "--layout", "contiguous"), "--layout: expected zigzag"),
         (("--out", "/"), "--out: expected a file"),
         (("--choose", "--force", "--write", "/"), "--write: expected a file"),
+        (("--spread-experts",), "--spread-experts: expected --transformers beside it"),
+        (("--forward", "--offload"), "--offload: expected none with --forward"),
+        (("--forward", "--recompute"), "--recompute: expected none with --forward"),
+        (("--forward", "--mlp-chunk", "64"), "--mlp-chunk: expected none with --forward"),
+        (("--keep-attention",), "--keep-attention: expected --recompute beside it"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_printed(words, message, capsys):
@@ -393,6 +398,17 @@ def test_a_model_of_transformers_is_planned_and_its_choice_applies(tmp_path, cap
     assert config.parallel.context * config.parallel.fsdp == 4
     assert config.model.transformers == str(tmp_path / "model")
     with pytest.raises(ArgumentError, match=r"--write: expected a new file, or --force, got .*plan.yaml, which exists"):
+        plan.run(options(*words))
+
+
+def test_a_mixture_is_offered_what_training_takes(tmp_path):
+    """Tiles of a HybridLM's mixtures are refused there, and its experts are on every rank."""
+    moe = config("gla", mlp="moe", mlp_dim=32, mlp_options=dict(experts=8, top_k=2))
+    one = prediction.Setting(Workload.of(moe), H200, CLUSTER, 4096, memory=H200.memory)
+    assert {(s.spread, s.mlp_chunk) for s in choosing.settings(one)} == {(False, None)}
+    (tmp_path / "moe.json").write_text(json.dumps(moe.to_dict()))
+    words = ["--config", str(tmp_path / "moe.json"), "--mlp-chunk", "64"]
+    with pytest.raises(ArgumentError, match="--mlp-chunk: expected none with a mixture of experts"):
         plan.run(options(*words))
 
 
