@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import string
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -12,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -46,6 +48,56 @@ def test_an_image_is_written_by_torchrun_and_the_same_by_four_ranks(ranks, tmp_p
     assert f"{two}: 128 x 128" in ranks.run(4, in_pool, "text_to_image", "--steps=2", f"--out={two}")[0]
     pairs = zip(image.open(one).tobytes(), image.open(two).tobytes(), strict=True)
     assert max(abs(a - b) for a, b in pairs) <= 1, "of 255"
+
+
+def saved_pipeline(folder: Path) -> None:
+    """A tiny random SD3 with tokenizers and text encoders, as a folder of the hub."""
+    import diffusers
+    import transformers
+
+    sys.path.insert(0, str(EXAMPLES))
+    from pipelines import drawn
+
+    letters, ends = string.ascii_lowercase, ["<|startoftext|>", "<|endoftext|>"]
+    words = {word: n for n, word in enumerate([*letters, *(x + "</w>" for x in letters), *ends])}
+    clip = transformers.CLIPTokenizer(vocab=words, merges=[], model_max_length=77)
+    pieces = [(piece, -float(n)) for n, piece in enumerate(["<pad>", "</s>", "<unk>", "▁", *letters])]
+    small = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, projection_dim=16)
+    ids = dict(vocab_size=len(words), bos_token_id=words[ends[0]], eos_token_id=words[ends[1]])
+    config = transformers.CLIPTextConfig(**small, **ids, pad_token_id=ids["eos_token_id"])
+    t5 = transformers.T5Config(vocab_size=len(pieces), d_model=32, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    sizes = dict(num_layers=2, attention_head_dim=8, num_attention_heads=4, in_channels=4, out_channels=4, patch_size=1)
+    text = dict(caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=32)
+    blocks = dict(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    small_vae = dict(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=4)
+    diffusers.StableDiffusion3Pipeline(
+        transformer=drawn(diffusers.SD3Transformer2DModel(sample_size=32, **sizes, **text)),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=drawn(diffusers.AutoencoderKL(**blocks, **small_vae, shift_factor=0.0)),
+        text_encoder=drawn(transformers.CLIPTextModelWithProjection(config)),
+        tokenizer=clip,
+        text_encoder_2=drawn(transformers.CLIPTextModelWithProjection(config)),
+        tokenizer_2=clip,
+        text_encoder_3=drawn(transformers.T5EncoderModel(t5)),
+        tokenizer_3=transformers.T5Tokenizer(vocab=pieces, extra_ids=0),
+    ).save_pretrained(folder)
+
+
+def test_a_pipeline_of_a_folder_with_its_text_encoders(ranks, tmp_path):
+    """Guidance on an axis, prompts encoded by one rank, decoded by rows: the image of the library alone."""
+    diffusers = pytest.importorskip("diffusers")
+    image = pytest.importorskip("PIL.Image")
+    saved_pipeline(tmp_path / "model")
+    out = tmp_path / "image.png"
+    how = ("a fox", f"--model={tmp_path / 'model'}", "--height=64", "--width=72", "--steps=3", f"--out={out}")
+    said = ranks.run(4, in_pool, "text_to_image", *how, "--cfg=2", "--vae", "--text")[0]
+    assert f"{out}: 72 x 64" in said
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "model")
+    call = dict(height=64, width=72, num_inference_steps=3, generator=torch.Generator().manual_seed(0))
+    want = pipe("a fox", **call).images[0]
+    pairs = list(zip(image.open(out).tobytes(), want.tobytes(), strict=True))
+    assert max(abs(a - b) for a, b in pairs) <= 1, "of 255"
+    assert len({b for _, b in pairs}) > 50
 
 
 def test_a_video_is_written(ranks, tmp_path):
