@@ -36,7 +36,10 @@ def rows() -> Iterator[dict[str, Any]]:
         torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, Path(folder) / "checkpoint.pt")
         for moment in ("serving, a prompt is read", "serving, tokens are decoded"):
             for fault in FAULTS:
-                yield under(folder, moment, fault)
+                port = free_port()
+                said = [s._asdict() for s in under(folder, port, moment, fault)]
+                again = restarted(folder, port)
+                yield {"moment": moment, "fault": fault, "said": said, "restart": again, "left behind": []}
 
 
 class Running(NamedTuple):
@@ -51,9 +54,9 @@ class Running(NamedTuple):
             rank.wait()
 
 
-def under(folder: str, moment: str, fault: str) -> dict[str, Any]:
-    """What two requests, /health and each rank that lives say after a fault."""
-    port, answers = free_port(), list[tuple[str, float]]()
+def under(folder: str, port: int, moment: str, fault: str) -> list[Said]:
+    """What /health, two requests and each rank that lives say after a fault."""
+    answers = list[tuple[str, float]]()
     server = start(folder, port, fault)
     try:
         one_bad_request(server.http)
@@ -71,15 +74,20 @@ def under(folder: str, moment: str, fault: str) -> dict[str, Any]:
         last = max((when - begin for _, when in errors), default=0.0)
         message = errors[0][0].strip().rpartition("data: ")[2] if errors else str(answers)[-160:]
         said.insert(1, Said(0, f"{len(errors)} of 2 requests have an error", message, last))
+        return said
     finally:
         server.end()
+
+
+def restarted(folder: str, port: int) -> str:
+    """Seconds to the first answer of the next server."""
     begin = time.monotonic()
     server = start(folder, port, "none")
-    answer = ask(server.http, {"prompt": PROMPT, "max_tokens": 4})
-    server.end()
-    restart = f"{time.monotonic() - begin:.1f} s" if "token_ids" in answer else answer
-    return {"moment": moment, "fault": fault, "said": [s._asdict() for s in said], "restart": restart,
-            "left behind": []}  # fmt: skip
+    try:
+        answer = ask(server.http, {"prompt": PROMPT, "max_tokens": 4})
+        return f"{time.monotonic() - begin:.1f} s" if "token_ids" in answer else answer
+    finally:
+        server.end()
 
 
 def heard(http: int, fields: dict[str, Any], answers: list[tuple[str, float]]) -> None:
