@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -221,7 +222,7 @@ def main() -> int:
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--limit", type=float, default=120, help="seconds: no row starts after them")
+    parser.add_argument("--limit", type=float, default=120, help="seconds: no op's rows of a kind start after them")
     args = parser.parse_args()
     need_gpus(parser)
     began, ops = time.monotonic(), args.ops.split(",")
@@ -229,14 +230,12 @@ def main() -> int:
         return 0 if all([check(op) for op in ops]) else 1
     for tokens in map(int, args.tokens.split(",")):
         for op in ops:
-            if time.monotonic() - began < args.limit:
-                lengths = args.lengths.split(",") if args.lengths and op == "gdn" else []
-                arms = [*args.arms.split(","), *(f"spans of {n}" for n in lengths)]
-                times(op, tokens, arms)
-                if args.parts:
-                    parts(op, tokens)
-                if args.profile:
-                    profile(op, tokens, arms)
+            lengths = args.lengths.split(",") if args.lengths and op == "gdn" else []
+            arms = [*args.arms.split(","), *(f"spans of {n}" for n in lengths)]
+            asked = [partial(times, arms=arms)] + [parts] * args.parts + [partial(profile, arms=arms)] * args.profile
+            for rows in asked:
+                if time.monotonic() - began < args.limit:
+                    rows(op, tokens)
     return 0
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.interpreter import interpreted
 
 interpreted()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
-from ring_la.kernels.wy import gdn_launches, one_launch  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
+from ring_la.kernels.spans import dense  # noqa: E402
+from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch  # noqa: E402
+from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 
 SPLIT = OutputUse(saved=True)
 
@@ -42,3 +45,65 @@ def test_a_call_that_kda_takes(monkeypatch):
 def test_spans_are_as_long_as_an_h200_likes_them(tokens, heads, length):
     """Of the lengths that were measured the fastest."""
     assert gdn_launches.across(tokens, heads, 1, 132, True) == (length, length)
+
+
+class Operations(TorchDispatchMode):
+    """What torch is asked to do but for memory and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = all(r.alias_info is not None for r in function._schema.returns)
+        if not views and "empty" not in function.name():
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+class Middle:
+    """The border of a rank in the middle, at which nothing is exchanged (see `protocol.Border`)."""
+
+    whole, arrives, carries = (False, False), (True, True), (True, True)
+
+    def __init__(self, launches: list[str]) -> None:
+        self._launches = launches
+
+    def dense(self, *args) -> None:
+        self._launches.append("link")
+
+
+MAPS, SCANS = ["maps"], ["scan", "link", "scan"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kernels", "forward", "back"),
+    [(Rule("delta", "scalar"), across.DELTA, ["output"], ["output"]),
+     (Rule("delta", "diagonal"), across.KDA, ["output"], ["output"] * 2)],
+    ids=["delta", "kda"],
+)  # fmt: skip
+def test_launches_of_a_split_call(monkeypatch, rule, kernels, forward, back):
+    """Two scans around the link, and nothing is filled."""
+    launches: list[str] = []
+
+    def kernel(*how, maps=False):
+        return lambda *args: launches.append("maps" if maps else "output")
+
+    for module, name in (
+        (gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, kernel)
+    for module in (gdn_launches, kda_launches):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dense, "launch", lambda *args, **constants: launches.append("scan"))
+    q = torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16)
+    g = torch.zeros(1, 4096, 2, *((128,) if rule.decay == "diagonal" else ()))
+    inputs = Inputs(q, q, q, g, torch.zeros(1, 4096, 2))
+    with torch.no_grad(), Operations() as done:
+        call = ScannedSpans.of(kernels, rule, inputs, None, 1.0, SPLIT)
+        out = call.output(None, border=Middle(launches))
+        assert launches == MAPS + SCANS + forward
+        launches.clear()
+        call.gradients(Backward(None, q, out.saved), None, border=Middle(launches))
+        assert launches == MAPS + SCANS + back
+    assert done.names == []

@@ -115,8 +115,12 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
     return torch.tensor(squares, dtype=torch.float64), calls.call_count
 
 
-CASES = [("kda", 2, "zigzag", (0, 80, 280), True), ("gated_delta_rule", 3, "contiguous", None, True)]
-"""Rule, ranks, layout, documents, mailboxes; test_hopper_emulated has shards without any, which exchange summaries."""
+CASES = [
+    ("kda", 2, "zigzag", (0, 80, 280), True),
+    ("gated_delta_rule", 3, "contiguous", None, True),
+    ("kda", 4, "contiguous", None, False),
+]
+"""Rule, ranks, layout, documents, mailboxes."""
 
 
 @pytest.mark.parametrize(("name", "size", "kind", "cu", "files"), CASES)

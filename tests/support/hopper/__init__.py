@@ -9,9 +9,9 @@ time, registers and the order of a GPU's memory are not modelled.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
-import os
 import shutil
 import struct
 import subprocess
@@ -69,18 +69,18 @@ def compiled(kernel: CudaKernel):
     text = f'#include "{kernel.file}"\n' + MAIN.format(name=kernel.name)
     name = hashlib.sha256((text + str(kernel.defines)).encode()).hexdigest()[:16]
     library = folder() / f"{name}.so"
-    if not library.exists():  # of a folder that processes share
-        _compile(kernel, text, library)
+    with library.with_suffix(".lock").open("w") as lock:  # processes may share the folder: one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(kernel, text, library)
     return ctypes.CDLL(str(library)).start
 
 
 def _compile(kernel: CudaKernel, text: str, library: Path) -> None:
-    mine = library.with_suffix(f".{os.getpid()}")
-    source = mine.with_suffix(f"{mine.suffix}.cpp")
+    source = library.with_suffix(".cpp")
     source.write_text(text)
     how = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-include", FOLDER / "machine.hpp"]
-    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", mine]
+    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", library]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode:
         raise KernelError(done.stderr[:4000])
-    mine.rename(library)
