@@ -110,6 +110,15 @@ def exported(package: str) -> set[str]:
     return set()
 
 
+def test_every_guide_is_found_from_the_first_page():
+    """By whoever reads the README, and on the site's first page."""
+    for first in ("README.md", "docs/index.md"):
+        text = (ROOT / first).read_text()
+        guides = [page for page in PAGES if re.match("docs/users/(guides|tutorials|concepts)/", page)]
+        text += (ROOT / "docs/index.md").read_text() if "(docs/index.md)" in text else ""
+        assert not [page for page in guides if page.removeprefix("docs/") not in text], first
+
+
 def test_the_reference_is_complete():
     text = "".join((ROOT / page).read_text() for page in PAGES if page.startswith("docs/users/reference/"))
     missing = [r.name for r in RECURRENCES if f"`{r.name}`" not in text or f".{r.name}\n" not in text]
