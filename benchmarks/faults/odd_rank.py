@@ -47,7 +47,7 @@ def diverge() -> None:
             word = word._replace(ids=word.ids[:-1])
         return do(self, word, *more)
 
-    States.do = other  # type: ignore[method-assign]
+    States.do = other  # type: ignore
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def start(folder: str, port: int, fault: str) -> Running:
     """The ranks, of which one will go wrong, and the port that answers."""
     ranks = []
     for rank in range(SIZE):
-        job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE}
+        job: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE}
         job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
         odd = rank == VICTIM and fault in ("wedged", "other shapes")
         how = ["benchmarks.faults.odd_rank", fault] if odd else ["ring_la", "serve"]
