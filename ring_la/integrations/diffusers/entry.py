@@ -68,7 +68,7 @@ def parallelize(
         keys_first: without gradients, keys and values leave before queries and a block's wide layer are computed, and
             one kernel call attends to all of them; for cp's "auto", "ring" and "all_gather", and models with one of the
             processors in `ahead.FAMILIES` (Flux, Chroma, Flux 2, Qwen-Image, HunyuanVideo and more). On GPUs it holds
-            two times all keys and values of a layer. Not measured.
+            two times all keys and values of a layer. On four H200 a step of Flux is slower so.
 
     Raises:
         ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is

@@ -51,8 +51,7 @@ def captured_class(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, *args: object, **keywords: object) -> object:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return kind.__call__(self, *args, **keywords)
-        given = dict(self._ring_la.signature.bind(self, *args, **keywords).arguments)
-        del given["self"]
+        given = dict(self._ring_la.signature.bind(*args, **keywords).arguments)
         return self._ring_la_captured(self, given)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

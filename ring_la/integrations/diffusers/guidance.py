@@ -161,8 +161,7 @@ def guided_class(kind: type[nn.Module]) -> type[nn.Module]:
 
     def call(self: Any, *args: object, **keywords: object) -> object:
         split = self._ring_la
-        given = dict(split.signature.bind(self, *args, **keywords).arguments)
-        del given["self"]
+        given = dict(split.signature.bind(*args, **keywords).arguments)
         return self._ring_la_guidance.call(lambda **cut: kind.__call__(self, **cut), given, split)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

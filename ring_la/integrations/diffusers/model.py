@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class SplitDenoiser:
         number: under which the compiled attention finds this.
         deciding: the groups whose ranks decide together what a step cache leaves out.
         how: kernel and wire of split attention, as `parallelize` was told.
-        signature: of the model's forward.
+        signature: of the model's forward, without the model itself.
         modules: the model's, by name.
         steps: layers that read the step of time alone, shared out among the ranks; None: there are none.
         behind: hooks that follow the layers they stand behind.
@@ -74,7 +75,7 @@ class SplitDenoiser:
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self.call = DenoiserCall(cp, self.layouts, 0)
         self.deciding = (cp.comm,)
-        self.signature = inspect.signature(type(model).forward)
+        self.signature = inspect.signature(MethodType(type(model).forward, model))
         self.number = enter(self)
         self.steps: StepLayers | None = None
 
@@ -89,8 +90,7 @@ class SplitDenoiser:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
         error, given = None, {}
         try:
-            given = dict(self.signature.bind(model, *args, **keywords).arguments)
-            del given["self"]
+            given = dict(self.signature.bind(*args, **keywords).arguments)
             processors = check_call(model, self.plan, self.signature, given)
             given["kernel"] = kernel_named(processors, self.how["backend"])
             given["step cache"] = check_hooks(model, self)

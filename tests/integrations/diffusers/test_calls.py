@@ -216,10 +216,10 @@ class Own(torch.nn.Module):
         super().__init__()
         self.blocks, self.behind = torch.nn.ModuleList([OwnBlock(), OwnBlock()]), torch.nn.Linear(8, 8)
 
-    def forward(self, hidden_states: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+    def forward(own, hidden_states: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        for block in own.blocks:
             hidden_states = block(hidden_states, shift)
-        return self.behind(hidden_states)
+        return own.behind(hidden_states)
 
 
 def check_own(rank: int, average: bool) -> list[float]:

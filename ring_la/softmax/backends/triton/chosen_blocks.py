@@ -29,8 +29,8 @@ PROGRAMS, PIECES = 2048, 4
 FORWARD = TileSettings(64, 64, 4, 3)
 QUERIES = TileSettings(64, 64, 4, 2)
 KEYS = TileSettings(64, 64, 4, 2)
-"""Of the kernels, as `tests/gpu/test_chosen.py` has run them on an H200; rows are queries × their heads. Timed one beside
-the other by `python -m benchmarks.tuning.blocks`."""
+"""Of the kernels, as `tests/gpu/test_chosen.py` has run them on an H200; rows are queries × their heads. `python -m
+benchmarks.tuning.blocks` times others beside them."""
 
 
 class ChosenBlocks(NamedTuple):
