@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ..context import ContextParallel
 from ..serving.load import DTYPES, pretrained
 from ..training import stored
-from .job import job
+from .job import all_ranks, job
 from .options import count
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     listening = listen(args.listen) if os.environ.get("RANK", "0") == "0" else None
     try:
         with job():
-            cp = ContextParallel(validate="never", timeout=args.timeout)
+            cp = ContextParallel(all_ranks(args.timeout), validate="never", timeout=args.timeout)
             model = pretrained(args.model, cp, DTYPES[args.dtype], args.sharded)
             reader = Reader(model, cp, args.folder, args.hosts)
             with stopped_by_signals(reader):

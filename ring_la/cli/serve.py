@@ -30,7 +30,7 @@ from ..serving import Engine, Keep, Lookout, Overdue
 from ..serving.load import DTYPES, load
 from ..serving.memory import fitting, spare
 from ..serving.model import rehearse
-from .job import job
+from .job import all_ranks, job
 from .options import amount, count
 
 DEMO = Path("runs/demo")
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
 
 def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
     """Load and serve until a signal comes. `listening`: on rank 0, the socket."""
-    cp = ContextParallel(validate="never", timeout=args.timeout)
+    cp = ContextParallel(all_ranks(args.timeout), validate="never", timeout=args.timeout)
     model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer, sharded=args.sharded)
     rehearse(model, cp)
     piece, keep = args.piece * cp.size, spare(model, cp) if args.keep is None else args.keep * 2**20

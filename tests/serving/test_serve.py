@@ -33,8 +33,8 @@ pytest.importorskip("uvicorn")
 PROMPT = "one sequence over many ranks"
 
 
-def start(rank: int, port: int, *arguments: str) -> subprocess.Popen:
-    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+def start(rank: int, port: int, *arguments: str, size: int = 2) -> subprocess.Popen:
+    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ring_la", "serve", *arguments]
     environment = os.environ | {name: str(x) for name, x in job.items()}
@@ -110,6 +110,35 @@ def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
         ends = [rank.communicate(timeout=60)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], ends
         assert ends == ["ring-la serve: stopped\n", ""]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_stopped_ends_the_others(tmp_path: Path):
+    """Processes, too: what they have posted for the one that is stopped keeps none of them."""
+    model = hybrid()
+    torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, tmp_path / "checkpoint.pt")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    options = [str(tmp_path), "--port", "0", "--timeout", "8", "--request-log", "off"]
+    ranks = [start(r, port, *options, size=3) for r in range(3)]
+    try:
+        said = ranks[0].stdout.readline()
+        assert "http://" in said, said + ranks[0].stdout.read()
+        connection = HTTPConnection("127.0.0.1", port_of(said), timeout=60)
+        fields = {"prompt": PROMPT, "max_tokens": 1_000_000, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(fields))
+        answer = connection.getresponse()
+        answer.readline()
+        ranks[1].send_signal(signal.SIGSTOP)
+        assert '"the server has failed (PeerError)"' in answer.read().decode()
+        for rank in (ranks[0], ranks[2]):
+            assert "no sign of life from rank 1" in rank.communicate(timeout=40)[0]
+            assert rank.returncode == 2
     finally:
         for rank in ranks:
             rank.kill()
