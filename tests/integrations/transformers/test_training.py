@@ -202,6 +202,20 @@ def test_lora_that_goes_by_places_is_refused(ranks):
     ranks.run(1, lora_by_places)
 
 
+def compiled_latents(rank: int) -> float:
+    """How far the loss of a compiled model with latents, without a break, is from the eager one's."""
+    model, _ = parallel("kimi_linear")
+    whole = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    want = model(input_ids=ids(2), labels=ids(2)).loss
+    with torch._dynamo.config.patch(specialize_float=True):
+        return float((whole(input_ids=ids(2), labels=ids(2)).loss - want).detach().abs())
+
+
+def test_a_model_with_latents_compiles_whole(ranks):
+    """Its layers ask for keys by a function that was made anew, and read its source, in every call."""
+    assert ranks.run(2, compiled_latents) == [0.0, 0.0]
+
+
 def compiled(rank: int) -> int:
     """The same loss and gradients from a compiled model without a break, over two lengths, and the same loss over 17
     more; returns the graphs. And the same loss from one token on each rank, which has a graph of its own.

@@ -33,21 +33,36 @@ class Overriding:
     """A module with some of its methods replaced, as the `self` of its own forward."""
 
     def __init__(self, module: Any, **methods: Any) -> None:
-        self.__dict__.update(methods, module=module)
+        for name, method in {**methods, "module": module}.items():
+            object.__setattr__(self, name, method)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)  # what a layer is to keep outlasts this
 
     def forward(self, *args, **keywords):
         """The module's own forward, without its decorators."""
         return inspect.unwrap(type(self.module).forward)(self, *args, **keywords)
 
 
-def forward_with(kind: type[nn.Module], functions: object) -> types.FunctionType:
+_forwards: dict[type, dict[type, types.FunctionType]] = {}
+"""By what stands for attention, and class: made in an eager call, since torch.compile makes no function."""
+
+
+def forward_with(kind: Any, functions: type) -> types.FunctionType:
     """The forward of a class, with this in place of the registry of attention functions."""
-    own = inspect.unwrap(kind.forward)
-    scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": functions}
-    return types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
+    if functions not in _forwards:
+        _forwards[functions] = {}
+    if kind not in _forwards[functions]:
+        own = inspect.unwrap(kind.forward)
+        scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": functions}
+        del scope["__name__"]  # as in `make_forward`, with a code object of its own
+        made = types.FunctionType(own.__code__.replace(), scope, own.__name__, own.__defaults__, own.__closure__)
+        made.__kwdefaults__ = own.__kwdefaults__
+        _forwards[functions][kind] = made
+    return _forwards[functions][kind]
 
 
 # -- Qwen4-Exp ---------------------------------------------------------------------------------------------

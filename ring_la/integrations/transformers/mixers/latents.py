@@ -55,15 +55,20 @@ def latent_attention(call: ModelCall, layer: Any, *args, **keywords):
 
 
 @functools.cache
+def _source(kind: Any) -> str:
+    return inspect.getsource(inspect.unwrap(kind.forward))
+
+
+@torch.compiler.assume_constant_result
 def _expands(kind: Any) -> bool:
     """Whether a class's forward makes keys and values by ``expand_kv``."""
-    return "self.expand_kv(" in inspect.getsource(inspect.unwrap(kind.forward))
+    return "self.expand_kv(" in _source(kind)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def caches_latents(kind: Any) -> bool:
     """Whether what it puts into a cache are latents."""
-    source = inspect.getsource(inspect.unwrap(kind.forward))
+    source = _source(kind)
     update = re.search(r"\b(cache|past_key_values)\.update\(", source)
     return update is not None and update.start() < source.find("self.expand_kv(")
 
