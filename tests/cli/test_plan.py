@@ -308,6 +308,8 @@ def test_the_command_prints_and_saves_its_table(tmp_path, capsys):
         (("--forward", "--recompute"), "--recompute: expected none with --forward"),
         (("--forward", "--mlp-chunk", "64"), "--mlp-chunk: expected none with --forward"),
         (("--keep-attention",), "--keep-attention: expected --recompute beside it"),
+        (("--host-memory", "64"), "--host-memory: expected --offload or --choose beside it"),
+        (("--choose", "--force"), "--force: expected --write beside it"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_printed(words, message, capsys):
