@@ -1,8 +1,8 @@
 """A long prompt's first token, and tokens after it: `python -m benchmarks.long_prompts`, or under torchrun.
 
 A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yaml, or a mixture of Transformers. Of
-each length a prompt is read (of the first another one before, while kernels are compiled); then so many sequences go on
-from it side by side, as its state is kept, and a token's time is taken while all are there. So many that a GPU has no
+each length a prompt is read, and another one before, while kernels are compiled and room is made for so many keys (with
+--once of the first length alone); then so many sequences go on from it side by side, as its state is kept, and a token's time is taken while all are there. So many that a GPU has no
 memory for them are left out, and a row says so. With --sharded each rank has a part of the weights.
 A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
 The bytes a step reads are weights (of experts those that one token chooses: the sequences are alike) and what this rank
@@ -65,7 +65,7 @@ class Runs:
         dice = torch.Generator().manual_seed(length)
         cold, warm = torch.randint(self._engine.model.vocab_size, (2, length), generator=dice).tolist()
         steps: list[tuple[str, list[Asked]]] = [("first token", [Asked(warm, 2)])]
-        if not self._rows or "prompt" not in self._rows[-1]:
+        if not self._args.once or not self._rows or "prompt" not in self._rows[-1]:
             steps.insert(0, ("first token, cold", [Asked(cold, 2)]))
         for batch in self._args.batches:
             tokens = self._args.tokens + 2 * batch  # they come one after the other
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--batches", type=counts, default=[1, 8, 64], help="sequences decoded side by side")
     parser.add_argument("--tokens", type=int, default=48, help="of each of them")
     parser.add_argument("--piece", type=int, default=65536, help="tokens of a prompt each rank reads at once")
+    parser.add_argument("--once", action="store_true", help="no prompt before that of each length but the first")
     parser.add_argument("--capture", action="store_true", help="a step of decoding is one CUDA graph")
     parser.add_argument(
         "--longest", action="store_true", help="first, the tokens that fit, as the server finds at its start (GPUs)"

@@ -20,6 +20,15 @@ from tests.support import border_calls, pool
 pytestmark = pytest.mark.gpu
 
 
+def forget() -> None:
+    """What calls are replayed by: one of the same shapes would be, by the kernels it had then."""
+    from ring_la.kernels.replay import root
+    from ring_la.kernels.runtime.replayed_function import record_of
+
+    root.cache_clear()
+    record_of.cache_clear()
+
+
 def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, float], int]:
     """Errors by these kernels and by chunks of 64 tokens, and how many calls those took."""
     from ring_la.kernels.wy import gdn_launches, kda_launches, one_launch
@@ -31,7 +40,9 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
     with ExitStack() as changes:
         bounded = functools.partial(ring_la.kda, lower_bound=-5.0)
         changes.enter_context(mock.patch.object(ring_la, "kda", bounded))
+        forget()
         plain = border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape)
+        forget()
         calls = changes.enter_context(mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of))
         changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0)))
         changes.enter_context(mock.patch.object(gdn_launches, "across", return_value=(64, 64)))
