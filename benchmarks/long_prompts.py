@@ -2,8 +2,9 @@
 
 A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yaml, or a mixture of Transformers. Of
 each length a prompt is read, and another one before, while kernels are compiled and room is made for so many keys (with
---once of the first length alone); then so many sequences go on from it side by side, as its state is kept, and a token's time is taken while all are there. So many that a GPU has no
-memory for them are left out, and a row says so. With --sharded each rank has a part of the weights.
+--once of the first length alone); then so many sequences go on from it side by side, as its state is kept, and a
+token's time is taken while all are there. So many that a GPU has no memory for them are left out, and a row says so.
+With --sharded each rank has a part of the weights.
 A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
 The bytes a step reads are weights (of experts those that one token chooses: the sequences are alike) and what this rank
 remembers of the sequences; that the tokens are right is for tests.
