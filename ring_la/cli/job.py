@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,4 +39,5 @@ def all_ranks(timeout: float) -> dist.ProcessGroup | None:
     """
     if dist.get_backend() != "gloo":
         return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))  # an int on ranks outside
+    return group
