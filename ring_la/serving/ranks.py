@@ -2,7 +2,8 @@
 
 Every word is an exchange among all ranks, so that each hears of the others: rank 0 says something once a second even
 if nothing is to be done. A server may be idle for ever and no wait comes near its timeout; a rank that died or stalled
-is a `PeerError` on all that are left.
+is a `PeerError` on all that are left. A step of decoding is two words and no other message of hosts: few tokens are in
+the word itself, and what came of a step is compared with the next one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from ..comm import Group
 from ..context import ContextParallel
 from ..errors import ArgumentError
 
+INLINE = 64
+"""As many tokens ride in a word."""
+DONE = "done"
 PAUSE = 1.0
 """Seconds without a word after which rank 0 says `NOTHING`."""
 
@@ -83,6 +87,7 @@ class Ranks:
 
     def __init__(self, cp: ContextParallel | None) -> None:
         self.comm: Group | None = None
+        self._came = DONE  # what came of what was done last, where it is compared with the next word
         self._spoken = time.monotonic()
         if cp is not None and cp.size > 1:
             if not cp.comm.on_cuda:
@@ -106,8 +111,9 @@ class Ranks:
         if self.comm is None:
             return False
         length = word.length if word.ids is None else len(word.ids)
-        others = self._exchange(word.what, word.key, word.start, length)[1:]
-        if word.ids is not None:
+        few = word.ids is not None and length <= INLINE
+        others = self._exchange((word.what, word.key, word.start, length), word.ids if few else None)[1:]
+        if word.ids is not None and not few:
             self.comm.exchange({r: word.ids for r in range(1, self.comm.size)}, {}).wait()
         self._spoken = time.monotonic()
         return bool((others[:, 0] == What.STOP).any())
@@ -119,8 +125,13 @@ class Ranks:
 
     def hear(self, stop: bool = False) -> Word:
         """On the other ranks: what rank 0 says next. `stop`: this rank was told to stop, so rank 0 should."""
-        what, key, start, length = self._exchange(What.STOP if stop else What.NOTHING, 0, 0, 0)[0].tolist()
-        ids = self.comm.recv((length,), torch.int64, torch.device("cpu"), 0).wait() if what in TOKENS else None
+        said = self._exchange((What.STOP if stop else What.NOTHING, 0, 0, 0))[0]
+        what, key, start, length = said[:4].tolist()
+        ids = None
+        if what in TOKENS and length <= INLINE:
+            ids = said[5 : 5 + length]
+        elif what in TOKENS:
+            ids = self.comm.recv((length,), torch.int64, torch.device("cpu"), 0).wait()
         return Word(What(what), key, start, length, ids)
 
     def agree(self, error: Exception | None) -> None:
@@ -130,12 +141,13 @@ class Ranks:
             DisagreementError: not with the same error everywhere, so that messages may have been left half exchanged.
             PeerError: a rank died, or did not say so within the timeout.
         """
-        if self.comm is None:
-            return
-        said = "done" if error is None else f"{type(error).__name__}: {error}"
-        told = self.comm.all_gather(torch.tensor([zlib.crc32(said.encode())], device="cpu")).wait()
-        if bool((told != told[0]).any()):
-            self.comm.agreement.agree("what came of a request", said)
+        if self.comm is not None:
+            said = _outcome(error)
+            self._compare(self.comm.all_gather(torch.tensor([_digest(said)], device="cpu")).wait(), said)
+
+    def agree_later(self, error: Exception | None) -> None:
+        """The same, with the next word: before anything else is done, and at no message's cost."""
+        self._came = _outcome(error)
 
     def any_error(self, error: Exception | None) -> Exception | None:
         """On all ranks: the error that the first of them had, if any had one; where no message can be half exchanged.
@@ -148,6 +160,29 @@ class Ranks:
         said = "" if error is None else f"rank {self.comm.rank}: {type(error).__name__}: {error}"
         return RuntimeError(next(text for text in self.comm.agreement.tell(said) if text))
 
-    def _exchange(self, *row: int) -> Tensor:
-        """Every rank's four numbers ``[P, 4]``."""
-        return self.comm.all_gather(torch.tensor(row, device="cpu")).wait()
+    def _exchange(self, row: tuple[int, int, int, int], ids: Tensor | None = None) -> Tensor:
+        """Every rank's four numbers, what came of what it did last, and `INLINE` tokens ``[P, 5 + INLINE]``.
+
+        Raises:
+            DisagreementError: something else came of it on another rank.
+        """
+        came, self._came = self._came, DONE
+        said = torch.zeros(5 + INLINE, dtype=torch.int64, device="cpu")
+        said[:5] = torch.tensor((*row, _digest(came)), device="cpu")
+        if ids is not None:
+            said[5 : 5 + len(ids)] = ids
+        told = self.comm.all_gather(said).wait()
+        self._compare(told[:, 4], came)
+        return told
+
+    def _compare(self, told: Tensor, said: str) -> None:
+        if bool((told != told[0]).any()):
+            self.comm.agreement.agree("what came of a request", said)
+
+
+def _outcome(error: Exception | None) -> str:
+    return DONE if error is None else f"{type(error).__name__}: {error}"
+
+
+def _digest(said: str) -> int:
+    return zlib.crc32(said.encode())

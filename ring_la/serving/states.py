@@ -56,7 +56,7 @@ class States:
         takes no messages, any rank's. `row`: of who joins.
 
         Raises:
-            PeerError, DisagreementError: it is not the same, or a rank is gone.
+            PeerError, DisagreementError: it is not the same, or a rank is gone; of a step, with the next word.
         """
         if word.what == What.DROP:
             del self.open[word.key]
@@ -79,7 +79,9 @@ class States:
                     self.batch.clear()
             if word.what in (What.KEEP, What.MOVE):
                 return self._ranks.any_error(error)
-            if self.together or word.what not in DECODING:
+            if self.together and word.what in (What.AHEAD, What.STEP):
+                self._ranks.agree_later(error)
+            elif self.together or word.what not in DECODING:
                 self._ranks.agree(error)
             return error
         return None
