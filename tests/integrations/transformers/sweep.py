@@ -59,6 +59,7 @@ EXTRA: dict[str, dict] = {
         attn_config=dict(kv_n_heads=2, rope_theta=100.0, clip_qkv=8.0),
         ffn_config=dict(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
     ),
+    "dory": dict(initializer_range=1.0),  # its scales are parameters over this: else rounding is amplified 1e5 times
     "fuyu": dict(image_token_id=3),
     "gemma3n_text": dict(num_kv_shared_layers=1, laurel_rank=4, layer_types=["full_attention"] * 3),
     "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
