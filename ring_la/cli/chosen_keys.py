@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..scan import CostModel
 from ..softmax.strategies.choice import ChosenSizes
-from ..softmax.strategies.schedule import LARGEST
+from ..softmax.strategies.schedule import owners_by_round
 from .workload import BlockWork
 
 
@@ -23,11 +23,8 @@ def rounds(block: BlockWork, length: float, P: int, per_node: int) -> int:
 
 
 def _behind(P: int) -> int:
-    """Rounds behind the first of a copied ring: latents of one owner, of two, of four …"""
-    left, owners, behind = P - 1, 1, 0
-    while left > 0:
-        left, owners, behind = left - owners, min(LARGEST, 2 * owners), behind + 1
-    return behind
+    """Rounds behind the first of a copied ring in which every rank needs something of all."""
+    return len(list(owners_by_round(0, [[(0, 1)]] * P, 1)))
 
 
 def gathering(model: CostModel, block: BlockWork, length: float, P: int, backward: bool) -> float:

@@ -30,8 +30,6 @@ from .transformers_work import of_folder
 from .workload import Workload
 
 COLUMNS = ("GPUs", "P", "tokens/rank", "step", "compute", "exchange", "attention", "weights", "memory", "tokens/s/GPU")
-HOST = 100.0
-"""GiB of the host that a GPU has, where nobody says."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +92,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss-chunk", type=int, default=8192, help="tokens whose logits exist at a time")
     parser.add_argument("--rounds", type=int, default=1, help="runs a sequence is worked on in, states handed on")
     parser.add_argument("--offload", action="store_true", help="what backward needs in host memory (an estimate)")
-    parser.add_argument("--host-memory", type=float, help=f"GiB of the host for one GPU, with --offload ({HOST:g})")
+    parser.add_argument("--host-memory", type=float, help="GiB of the host for one GPU, with --offload (100)")
     parser.add_argument("--spread-experts", action="store_true", help="experts over the context ranks, by all-to-all")
     parser.add_argument("--parameters", default="float32", choices=("float32", "bfloat16"), help="dtype of weights")
     parser.add_argument("--optimizer", default="adamw", choices=STATES, help="whose states are kept")
@@ -154,7 +152,7 @@ def read(args: argparse.Namespace) -> Setting:
         work, rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
         again, args.memory * 2**30 if args.memory else rates.memory, args.mlp_chunk, args.rounds, args.offload,
         args.spread_experts, args.parameters, args.optimizer, args.transformers,
-        (args.host_memory or HOST) * 2**30, args.loss_chunk, args.keep_attention,
+        args.host_memory * 2**30 if args.host_memory else Setting.host_memory, args.loss_chunk, args.keep_attention,
     )  # fmt: skip
 
 

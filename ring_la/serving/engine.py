@@ -180,9 +180,8 @@ class Engine:
             if isinstance(error, PeerError) and late:  # the others have left a piece before this one
                 self._end_all()
                 return
-            self._end_all(
-                f"the server has failed ({type(error).__name__})", Failed
-            )  # the whole of it is the operator's
+            why = type(error).__name__  # the whole of it is the operator's
+            self._end_all(f"the server has failed ({why})", Failed)
             raise
         finally:
             self._closed.set()
