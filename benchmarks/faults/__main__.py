@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import platform
@@ -29,37 +30,52 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, default=3, help="on GPUs, which they share where there are fewer; without any on CPUs"
     )
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="so many jobs side by side; what is left behind is then one list of all"
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for one in found(options.only.split(","), options.faults.split(","), options.ranks):
+    before, free = left_behind(), free_memory()
+    for one in found(options.only.split(","), options.faults.split(","), options.ranks, options.at_once):
         rows.append(one)
         print(row(one), flush=True)
         if options.out:
             write(options.out, rows, options.ranks)
+    left = sorted(left_behind() - before) + held(free)
+    print(f"left behind by all: {', '.join(left) or 'nothing'}", flush=True)
+    if options.out:
+        write(options.out, rows, options.ranks, left)
 
 
-def found(only: list[str], faults: list[str], ranks: int) -> Iterator[dict[str, Any]]:
-    """A row for every fault at every moment."""
-    for name, moment in (MOMENTS | (ON_GPUS if torch.cuda.is_available() else {})).items():
-        for fault in faults if any(word in name for word in only) else ():
-            yield told(name, fault, moment, ranks)
+def found(only: list[str], faults: list[str], ranks: int, at_once: int = 1) -> Iterator[dict[str, Any]]:
+    """A row for every fault at every moment, as they end."""
+    moments = MOMENTS | (ON_GPUS if torch.cuda.is_available() else {})
+    asked = [
+        (name, fault, moment, ranks, at_once == 1)
+        for name, moment in moments.items()
+        for fault in faults
+        if any(word in name for word in only)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(at_once) as jobs:
+        for done in concurrent.futures.as_completed([jobs.submit(told, *one) for one in asked]):
+            yield done.result()
     for part in (servers, disks):
         if any(word in part.__name__ for word in only):
             yield from part.rows()
 
 
-def write(file: Path, rows: list[dict[str, Any]], ranks: int) -> None:
+def write(file: Path, rows: list[dict[str, Any]], ranks: int, left: list[str] | None = None) -> None:
     about = {
         "command": "python -m benchmarks.faults", "torch": torch.__version__, "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": round(os.getloadavg()[0], 1),
         "backend": "nccl" if torch.cuda.is_available() else "gloo", "gpus": torch.cuda.device_count(),
-        "timeout": job.TIMEOUT, "ranks": ranks, "rows": rows,
+        "timeout": job.TIMEOUT, "ranks": ranks, "rows": rows, "left behind by all": left,
     }  # fmt: skip
     file.write_text(json.dumps(about, indent=1) + "\n")
 
 
-def told(name: str, fault: str, moment, ranks: int) -> dict[str, Any]:
-    """A fault at a moment, then a sound job on the same port."""
+def told(name: str, fault: str, moment, ranks: int, alone: bool = True) -> dict[str, Any]:
+    """A fault at a moment, then a sound job on the same port; beside others nobody can say what this one leaves."""
     before, free = left_behind(), free_memory()
     try:
         said, port = job.run(moment, fault, ranks)
@@ -71,7 +87,7 @@ def told(name: str, fault: str, moment, ranks: int) -> dict[str, Any]:
     return {
         "moment": name, "fault": fault, "said": [s._asdict() for s in said],
         "restart": f"{time.monotonic() - start:.1f} s" if sound else str(again),
-        "left behind": sorted(left_behind() - before) + held(free),
+        "left behind": sorted(left_behind() - before) + held(free) if alone else None,
     }  # fmt: skip
 
 
@@ -97,7 +113,8 @@ def row(one: dict[str, Any]) -> str:
     said = one["said"]
     errors = sorted({s["error"] for s in said})
     seconds = max((s["seconds"] for s in said), default=0.0)
-    more = f"{', '.join(one['left behind']) or 'nothing'} | {one['restart']}"
+    left = "–" if one["left behind"] is None else ", ".join(one["left behind"]) or "nothing"
+    more = f"{left} | {one['restart']}"
     return f"| {one['moment']} | {one['fault']} | {', '.join(errors)} | {seconds:.1f} | {more} |"
 
 
