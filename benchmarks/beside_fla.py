@@ -19,7 +19,7 @@ from .ops.cases import CASES
 
 SHAPE, OWN = "1x8192x32x128", {"mamba2": "1x32768x80x128x64"}
 NEWEST_FIRST = (
-    "recurrences-fla-3", "recurrences-fla-2", "recurrences-fla", "momentum-ops", "slow-recurrences-2",
+    "forgetting-fla", "recurrences-fla-3", "recurrences-fla-2", "recurrences-fla", "momentum-ops", "slow-recurrences-2",
     "slow-recurrences", "recurrences-erase", "recurrences", "ops",
 )  # fmt: skip
 """Files of benchmarks/results, less ``-h200.json``."""
@@ -31,7 +31,7 @@ NAMES = [
     name
     for name, case in CASES.items()
     if not (case.step or case.gates or name in (*WITHOUT, "bidirectional"))
-    and (case.definition is not None or name == "log_linear_attention")
+    and (case.definition is not None or name in ("log_linear_attention", "forgetting_attention"))
 ]
 
 

@@ -55,9 +55,10 @@ def _plain(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -
     """The sums where their bits may depend on the split."""
     flat = x.double().flatten(2)
     cu = cu_seqlens if layout is None else layout.cu_pieces.to(x.device)
+    along = _AlongTokens.apply(flat)
     if cu is None:
-        return flat.cumsum(1).view(x.shape)
-    sums = torch.cat([flat.new_zeros(flat.shape[0], 1, flat.shape[2]), flat.cumsum(1)], 1)
+        return along.view(x.shape)
+    sums = torch.cat([flat.new_zeros(flat.shape[0], 1, flat.shape[2]), along], 1)
     token = torch.arange(x.shape[1], device=x.device)
     piece = torch.searchsorted(cu[1:].contiguous(), token, right=True)
     starts = sums.index_select(1, cu[:-1])
@@ -66,6 +67,20 @@ def _plain(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -
         totals = sums.index_select(1, cu[1:]) - starts
         out = out + _Entering.apply(layout, totals).index_select(1, piece)
     return out.view(x.shape)
+
+
+class _AlongTokens(torch.autograd.Function):
+    """``x.cumsum(1)`` of ``[B, T, D]``, laid out by channels for it: along its last dimension a GPU's threads share a
+    sum, and along any other each goes from element to element."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().cumsum(2).transpose(1, 2).contiguous()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.transpose(1, 2).flip(2).contiguous().cumsum(2).flip(2).transpose(1, 2).contiguous()
 
 
 class _Entering(torch.autograd.Function):

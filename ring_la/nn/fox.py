@@ -64,10 +64,11 @@ class ForgettingAttention(Attention):
             before = state.carried
         elif state is not None and not call.packed:  # packed documents are refused further on
             before = sums_of(state.last_keys() if isinstance(state, KVRows) else state.k[:, -1], K)
-        c = running_sum(g, call.layout, call.cu_seqlens, before, functools.partial(held_sums, dtype=k.dtype))
+        g, scale, held = g.double() * K**0.5, K**-0.5, functools.partial(held_sums, dtype=k.dtype)
+        c = running_sum(g, call.layout, call.cu_seqlens, before, held)
         if isinstance(state, (LayerKeys, StaticKeys)):
             state.carry(last_tokens(c, call.layout, call.cu_seqlens))
-        q, k, scale = with_sums(call.rows(self.q_norm, q), call.rows(self.k_norm, k), c, K**-0.5, exact=state is None)
+        q, k = with_sums(call.rows(self.q_norm, q), call.rows(self.k_norm, k), c, exact=state is None)
         return self._attend(x, (q, k, v), state, call, scale)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

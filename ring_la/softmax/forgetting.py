@@ -91,9 +91,11 @@ def _with_sums(
     scale = K**-0.5 if scale is None else float(scale)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q, k, v)
-    sums = running_sum(g, **where)
+    if scale == 0:  # sums are counted in it
+        q, scale = q * 0, 1.0
+    sums = running_sum(g.double() / scale, **where)
     k, v = (x if x.shape[2] == H else by_block(functools.partial(_to_heads, H=H), x, layout=layout) for x in (k, v))
-    q, k, scale = with_sums(q, k, sums, scale, exact=True)
+    q, k = with_sums(q, k, sums, exact=True)
     return attention_with_sums(q, k, v, K, scale=scale, **how, **where)
 
 

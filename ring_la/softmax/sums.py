@@ -1,6 +1,6 @@
 """Running sums that ride as further channels of q and k, so that every exchange and kernel takes them along.
 
-    q_i, c_i / r, 1 / r      k_j, 1, −c_j      r qᵀk + c_i − c_j,   r a power of two near the scale
+    q_i, c_i, 1      k_j, 1, −c_j      qᵀk + c_i − c_j,   c = Σ g / scale
 
 In bf16 and fp16 a sum is three channels, the parts of it that the dtype holds; scores add them up in fp32. The gradient
 of c is Σ_j ds_ij − Σ_i ds_ji, two sums that nearly cancel in the next step, a sum along the document. So kernels that
@@ -9,13 +9,12 @@ are told where the sums stand (`Scores.sums`) give each in fp32, in as many part
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .merging import Sum, wide
-from .scores import Scores
+from ..autograd import first_derivative_only, traced
+from ..kernels.fused.operator import kernels_of
+from .merging import Sum
 
 PARTS = {torch.float16: 3, torch.bfloat16: 3, torch.float32: 2, torch.float64: 1}
 """Channels that hold a sum of fp64 (of fp16, within 65504)."""
@@ -23,22 +22,43 @@ WIDTH = 8
 """Heads are widened to a multiple of this: kernels want it."""
 
 
-def with_sums(q: Tensor, k: Tensor, c: Tensor, scale: float, exact: bool = False) -> tuple[Tensor, Tensor, float]:
-    """q and k ``[B, T, H, K]`` with the sums ``c [B, T, H]`` as further channels, and the scale of their product.
+def with_sums(q: Tensor, k: Tensor, c: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """q and k ``[B, T, H, K]`` with sums ``c [B, T, H]``, fp64, as further channels; scores are ``scale (qᵀk + c_i −
+    c_j)``.
 
     Args:
         exact: the kernel is told of the sums, and gives their gradient in parts; else it is that of the first part of
             k's, and what a query's own sum gives is left out: 0, but for a gradient of lse.
     """
-    near = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0  # sums are divided by it without an error
+    if exact and kernels_of("sum_channels", q, k) is not None and not traced(q):
+        return _Widened.apply(q, k, c)
     parts = _Parts.apply(c, q.dtype) if exact else _first_part(c, q.dtype)
-    ones = torch.ones_like(parts) / near
-    channels = q.shape[-1] + 2 * parts.shape[-1]
-    rest = q.new_zeros(*q.shape[:3], width_with_sums(q.shape[-1], q.dtype) - channels)
+    ones = torch.ones_like(parts)
+    rest = q.new_zeros(*q.shape[:3], width_with_sums(q.shape[-1], q.dtype) - q.shape[-1] - 2 * parts.shape[-1])
     own = _Parts.apply(c, q.dtype) if exact else parts.detach()  # apart: gradients of both would be added in q's dtype
-    wide_q = torch.cat([q if near == scale else q * (scale / near), own / near, ones, rest], -1)
-    wide_k = torch.cat([k, torch.ones_like(parts), -parts, rest], -1)
-    return wide_q, wide_k, near
+    return torch.cat([q, own, ones, rest], -1), torch.cat([k, ones, -parts, rest], -1)
+
+
+class _Widened(torch.autograd.Function):
+    """`with_sums` by one kernel."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        kernels = kernels_of("sum_channels", q, k)
+        assert kernels is not None
+        ctx.channels, ctx.dtype = q.shape[-1], c.dtype
+        ctx.set_materialize_grads(False)
+        return kernels.forward(q, k, c, PARTS[q.dtype], width_with_sums(q.shape[-1], q.dtype))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dq: Tensor | None, dk: Tensor | None):
+        dc = None
+        for grad, of, sign in ((dq, _of_queries, 1), (dk, _of_keys, -1)):
+            if grad is not None:
+                one = sign * grad[..., of(ctx.channels, grad.dtype)].to(ctx.dtype).sum(-1)
+                dc = one if dc is None else dc + one
+        return *(None if grad is None else grad[..., : ctx.channels] for grad in (dq, dk)), dc
 
 
 def width_with_sums(channels: int, dtype: torch.dtype) -> int:
@@ -94,13 +114,6 @@ def _of_queries(sums: int, dtype: torch.dtype) -> slice:
 
 def _of_keys(sums: int, dtype: torch.dtype) -> slice:
     return slice(sums + PARTS[dtype], sums + 2 * PARTS[dtype])
-
-
-def added(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """What sums add to ``qᵀk``, which the scale multiplies: wide ``[B, H, Tq]`` of queries, ``[B, H, Tk]`` of keys."""
-    of_q, of_k = q[..., _of_queries(scores.sums, q.dtype)], k[..., _of_keys(scores.sums, k.dtype)]
-    of_q, of_k = (x.to(wide(x.dtype)).sum(-1).transpose(1, 2) for x in (of_q, of_k))
-    return of_q.contiguous(), (of_k / scores.scale).contiguous()
 
 
 def put(

@@ -17,7 +17,7 @@ from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.geometry.placement import WholePlacement
 from ring_la.softmax.merging import Gradients, Partial, Sum, one_pass, row_sums
 from ring_la.softmax.scores import Scores
-from ring_la.softmax.sums import with_sums
+from ring_la.softmax.sums import PARTS, with_sums
 from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
 from tests.support.interpreter import compute_bf16, interpreted
 
@@ -150,6 +150,20 @@ def test_gradients_of_sums_are_not_rounded(by_spans, request):
     assert seen
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_are_put_beside_channels_by_one_kernel(dtype):
+    """The same bits as PyTorch's own operations, of tensors that lie as part of a projection."""
+    from ring_la.kernels.fused import sum_channels_kernel
+
+    rng = torch.Generator().manual_seed(4)
+    q, k = torch.randn(2, 19, 3, 48, generator=rng).to(dtype).split(24, -1)
+    c = -torch.rand(2, 3, 19, generator=rng, dtype=torch.float64).cumsum(2).transpose(1, 2) * 50
+    want = with_sums(q, k, c, exact=True)
+    got = sum_channels_kernel.forward(q, k, c, PARTS[dtype], want[0].shape[-1])
+    for g, w in zip(got, want):
+        assert torch.equal(g, w)
+
+
 def test_where_joint_keys_stand_is_kept_once():
     """Each call with joint keys left its lists with the rows, as long as calls of that length came."""
     q = torch.randn(1, 45, 2, 8)
@@ -244,8 +258,8 @@ def test_blocks_at_fixed_places_have_the_same_bits(sums, more, walks, monkeypatc
     scores = Scores(0.3, **{"right": 0} | more)
     for part in (one, other) if sums else ():
         c = -torch.rand(1, part[0].shape[1], H, generator=rng, dtype=torch.float64).cumsum(1)
-        part[0], part[1], near = with_sums(part[0], part[1], c, 0.3, exact=True)
-        scores = Scores(near, **{"right": 0} | more, sums=D)
+        part[0], part[1] = with_sums(part[0], part[1], c, exact=True)
+        scores = Scores(0.3, **{"right": 0} | more, sums=D)
 
     def run(parts: list, rows: slice = slice(None)) -> list[torch.Tensor]:
         q, k, v, do = (torch.cat(x, 1) for x in zip(*parts))

@@ -9,10 +9,9 @@ from ...geometry import Pair
 from ...merging import Gradients, Partial, has_triton
 from ...merging.parts import dense
 from ...scores import Scores
-from ...sums import put
 from ..backend import Ask, AttentionBackend, QueryRows
 from . import launch, plan
-from .launch import General, OfSums, apart
+from .launch import General, OfSums, apart, of_tokens, put_sums
 from .span_launch import OfSpans
 
 WIDEST = 256
@@ -55,10 +54,10 @@ class TritonBackend(AttentionBackend):
         lse, delta = (t[:, :, met.rows].contiguous() for t in (x.lse, x.delta))
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         of_sums, q, k = apart(q, k, scores)
-        sums = None if of_sums is None else (torch.empty_like(of_sums[0]), torch.empty_like(of_sums[1]))
+        sums = None if of_sums is None else (of_tokens(q), of_tokens(k))
         _kernels(scores, met.pair, q, k, v, do, of_sums).backward(lse, delta, (dq, dk, dv), sums)
         if sums is not None:
-            put((dq, dk), (sums[0].transpose(1, 2) * scores.scale, sums[1].transpose(1, 2)), scores.sums)
+            put_sums((dq, dk), sums, scores)
         out.add(dq, dk, dv, met.rows, met.keys)
 
 

@@ -21,12 +21,11 @@ from ...geometry import ANY_DOCUMENT, Pair, Tokens, once
 from ...geometry.fixed import NOBODY
 from ...merging import Partial, row_sums
 from ...scores import Scores
-from ...sums import put
 from ..backend import Ask, QueryRows
 from ..canonical import Canonical
 from . import spans, table
 from .backend import TritonBackend
-from .launch import General, apart, padded
+from .launch import General, apart, of_tokens, padded, put_sums
 from .plan import TileLists, meet
 from .span_launch import BOUNDARY, OfSpans, fetchable
 from .spans import SpanWork
@@ -217,7 +216,7 @@ class CanonicalTriton(Canonical):
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
         if q.numel() and k.numel():
             of_sums, q, k = apart(q, k, scores)
-            dc = None if of_sums is None else torch.empty_like(of_sums[0])
+            dc = None if of_sums is None else of_tokens(q)
             numbers, results = (x.lse.contiguous(), x.delta.contiguous()), (dq, *filled(dc, by=dq))
             if spanned:
                 walks = SpansInBlocks(scores, pair, q, k, v, do, of_sums)
@@ -225,7 +224,7 @@ class CanonicalTriton(Canonical):
             else:
                 met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, do, of_sums)
                 met.over_queries(kernels.backward_queries, tiles, q, k, v, do, *numbers, *results)
-            put((dq, None), (None if dc is None else dc.transpose(1, 2) * scores.scale, None), scores.sums)
+            put_sums((dq, None), (dc, None), scores)
         return dq
 
     def key_gradients(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> tuple[Tensor, Tensor]:
@@ -240,7 +239,7 @@ class CanonicalTriton(Canonical):
         dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (k, v))
         if q.numel() and k.numel():
             of_sums, q, k = apart(q, k, scores)
-            dc = None if of_sums is None else torch.empty_like(of_sums[1])
+            dc = None if of_sums is None else of_tokens(k)
             numbers = rows.fill_lse(x.lse).contiguous(), rows.fill(x.delta, 2).contiguous()
             results = dk, dv, *filled(dc, by=dk)
             if spanned:
@@ -249,7 +248,7 @@ class CanonicalTriton(Canonical):
             else:
                 met = InBlocks(scores, Pair(rows.filled, pair.keys, pair.reach), q, k, v, do, of_sums)
                 met.over_keys(kernels.backward_keys, tiles, q, k, v, do, *numbers, *results)
-            put((None, dk), (None, None if dc is None else dc.transpose(1, 2)), scores.sums)
+            put_sums((None, dk), (None, dc), scores)
         return dk, dv
 
     def row_sums(self, do: Tensor | None, o: Tensor, dlse: Tensor | None, rows: Tokens) -> Tensor:

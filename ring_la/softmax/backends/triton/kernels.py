@@ -1,9 +1,10 @@
 """Device code of softmax attention with every mask and bias, at global positions.
 
 Rows and keys carry (document, position, index); which tiles meet is a list made beforehand (see `plan`), whole tiles
-first, so that only tiles on a border form their mask. Scores are kept in base 2. The backward pass has a kernel for the
-keys and one for the queries: no atomics, so it is repeatable; scores of the keys' kernel are formed transposed, since
-``tl.dot(tl.trans(x), y)`` with x from accumulators is miscompiled on Hopper by Triton 3.4 to 3.7.
+first, so that only tiles on a border form their mask. Scores are kept in base 2. Running sums (`softmax.sums`) are
+channels behind a head's: SUMS more of a product. Their gradients, ``Σ ds``, stay apart, in fp32. The backward pass has
+a kernel for the keys and one for the queries: no atomics, so it is repeatable; scores of the keys' kernel are formed
+transposed, since ``tl.dot(tl.trans(x), y)`` with x from accumulators is miscompiled on Hopper by Triton 3.4 to 3.7.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def load_rows(X, rows, columns, count, width, stride, FULL: tl.constexpr, INSIDE
 
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    Q, K, V, O, L, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS, CQ, CK,
+    Q, K, V, O, L, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
@@ -112,8 +113,8 @@ def forward(
         qi = tl.load(QI + rows, mask=rows < Tq, other=0)[:, None]
         key = dropout_key(b, tl.load(HEADS + h), seed_lo, seed_hi)
     if SUMS:
-        cq = tl.load(CQ + bh.to(tl.int64) * Tq + rows, mask=rows < Tq, other=0.0)[:, None]
-        CK += (b * groups + g).to(tl.int64) * Tk
+        cs = tl.arange(0, SUMS)
+        q_sums = load_rows(Q + b.to(tl.int64) * q_b + h * q_h + KW, rows, cs, Tq, DW - KW, q_t, False)
     acc = tl.zeros((BM, BV), tl.float32)
     top = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -126,7 +127,8 @@ def forward(
             k = load_rows(K, keys, ck, Tk, KW, k_t, FULL_K, border == 0)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SUMS:
-                s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
+                k_sums = load_rows(K + KW, keys, cs, Tk, DW - KW, k_t, False, border == 0)
+                s = tl.dot(q_sums, tl.trans(k_sums), s, input_precision=PRECISION)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
             if CAP or ALIBI:
@@ -162,7 +164,7 @@ def forward(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_keys(
-    Q, K, V, DO, L, DELTA, DK, DV, DC, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS, CQ, CK,
+    Q, K, V, DO, L, DELTA, DK, DV, DC, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
@@ -182,7 +184,8 @@ def backward_keys(
     kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[:, None]
     ki = tl.load(KI + keys, mask=keys < Tk, other=0)[:, None]
     if SUMS:
-        ck = tl.load(CK + bg.to(tl.int64) * Tk + keys, mask=keys < Tk, other=0.0)[:, None]
+        cs = tl.arange(0, SUMS)
+        k_sums = load_rows(K + b.to(tl.int64) * k_b + g * k_h + KW, keys, cs, Tk, DW - KW, k_t, False)
         dc = tl.zeros((BN,), tl.float32)
     dk, dv = tl.zeros((BN, BK), tl.float32), tl.zeros((BN, BV), tl.float32)
     whole, count = tl.load(COUNTS + 2 * tile), tl.load(COUNTS + 2 * tile + 1)
@@ -203,7 +206,8 @@ def backward_keys(
                 delta = tl.load(DELTA + at, mask=rows < Tq, other=0.0)[None, :]
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if SUMS:
-                    s += ck + tl.load(CQ + at, mask=rows < Tq, other=0.0)[None, :]
+                    q_sums = load_rows(Q + b.to(tl.int64) * q_b + h * q_h + KW, rows, cs, Tq, DW - KW, q_t, False)
+                    s = tl.dot(k_sums, tl.trans(q_sums), s, input_precision=PRECISION)
                 if ALIBI or border == 1:
                     qp = tl.load(QP + rows, mask=rows < Tq, other=0)[None, :]
                 bias = slope * tl.abs(kp - qp).to(tl.float32) if ALIBI else 0.0
@@ -236,7 +240,7 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_queries(
-    Q, K, V, DO, L, DELTA, DQ, DC, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS, CQ, CK,
+    Q, K, V, DO, L, DELTA, DQ, DC, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
@@ -266,9 +270,9 @@ def backward_queries(
         qi = tl.load(QI + rows, mask=rows < Tq, other=0)[:, None]
         key = dropout_key(b, tl.load(HEADS + h), seed_lo, seed_hi)
     if SUMS:
-        cq = tl.load(CQ + at, mask=rows < Tq, other=0.0)[:, None]
+        cs = tl.arange(0, SUMS)
+        q_sums = load_rows(Q + b.to(tl.int64) * q_b + h * q_h + KW, rows, cs, Tq, DW - KW, q_t, False)
         dc = tl.zeros((BM,), tl.float32)
-        CK += (b * groups + g).to(tl.int64) * Tk
     dq = tl.zeros((BM, BK), tl.float32)
     whole, count = tl.load(COUNTS + 2 * tile), tl.load(COUNTS + 2 * tile + 1)
     K += b.to(tl.int64) * k_b + g * k_h
@@ -280,7 +284,8 @@ def backward_queries(
             v = load_rows(V, keys, cv, Tk, VW, v_t, FULL_V, border == 0)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SUMS:
-                s += cq + tl.load(CK + keys, mask=keys < Tk, other=0.0)[None, :]
+                k_sums = load_rows(K + KW, keys, cs, Tk, DW - KW, k_t, False, border == 0)
+                s = tl.dot(q_sums, tl.trans(k_sums), s, input_precision=PRECISION)
             if ALIBI or border == 1:
                 kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
             bias = slope * tl.abs(kp - qp).to(tl.float32) if ALIBI else 0.0

@@ -10,20 +10,32 @@ from torch import Tensor
 
 from ...geometry import Pair
 from ...scores import Scores
-from ...sums import added, width_with_sums
+from ...sums import put, width_with_sums
 from . import plan, table
 
 interpreted = False
 """Set by tests that run the kernels in Triton's interpreter, on the CPU."""
 OfSums = tuple[Tensor, Tensor] | None
-"""What running sums add to the scores of each query and key (`sums.added`)."""
+"""Of queries and of keys: the channels that their running sums ride in, or gradients of the sums ``[B, heads, T]``."""
 
 
 def apart(q: Tensor, k: Tensor, scores: Scores) -> tuple[OfSums, Tensor, Tensor]:
-    """What sums add to scores, and q and k without the channels these ride in."""
+    """The channels that running sums ride in, and q and k without them."""
     if not scores.sums:
         return None, q, k
-    return added(q, k, scores), q[..., : scores.sums], k[..., : scores.sums]
+    (q, q_sums), (k, k_sums) = (x.tensor_split([scores.sums], -1) for x in (q, k))
+    return (q_sums, k_sums), q, k
+
+
+def of_tokens(x: Tensor) -> Tensor:
+    """Room for a number a token and head of ``x [B, T, H, ·]``, fp32 ``[B, H, T]``."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=torch.float32)
+
+
+def put_sums(grads: tuple[Tensor | None, Tensor | None], ds: tuple[Tensor | None, Tensor | None], s: Scores) -> None:
+    """Write ``Σ ds [B, H, T]`` of queries and of keys as gradients of their sums' channels; None: not of these."""
+    of_queries, of_keys = (None if x is None else x.transpose(1, 2) * s.scale for x in ds)
+    put(grads, (of_queries, of_keys), s.sums)
 
 
 class BlockCall:
@@ -49,7 +61,8 @@ class BlockCall:
         (K, V), dtype = (self.q.shape[3], self.v.shape[3]), self.q.dtype
         full = dict(FULL_K=padded(K) == K, FULL_V=padded(V) == V)
         precision = "ieee" if dtype == torch.float32 else "tf32"
-        return dict(BK=padded(K), BV=padded(V), SUMS=self.scores.sums > 0, PRECISION=precision) | full
+        sums = padded(self.of_sums[0].shape[3]) if self.of_sums else 0
+        return dict(BK=padded(K), BV=padded(V), SUMS=sums, PRECISION=precision) | full
 
     @cached_property
     def strides(self) -> list[int]:
@@ -138,7 +151,7 @@ class General(BlockCall):
             heads = heads.to(torch.int32)
         keep_scale, threshold = 1 / (1 - s.dropout_p), int(s.dropout_p * 2**32)
         return [
-            *filled(*self.pair.rows.columns, *self.pair.keys.columns, slopes, heads, *(self.of_sums or (None, None))),
+            *filled(*self.pair.rows.columns, *self.pair.keys.columns, slopes, heads),
             s.scale, s.softcap, s.left or 0, s.right or 0, keep_scale, *map(_signed, (threshold, *s.seed_bits)),
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], lists.tiles.shape[1], 1 if slopes is None else len(slopes),
             *self.strides,

@@ -4,8 +4,9 @@ A program has some rows, of one long document or of several short ones, and walk
 the first one on: ``start + n · BN``. Tiles ``whole … until − 1`` are seen whole; in the others two comparisons with the
 ends of each row's span are the mask. Tiles of the walk are fetched by descriptors, which leaves registers to products;
 behind the last row these give zeros, or another head's numbers, which no span reaches. Scores are multiplied once, by
-``scale · log2 e``, on their way into a power of two. Programs of a head start with those that have most to do. As in
-`kernels`, no atomics, and scores of the keys' kernel are formed transposed.
+``scale · log2 e``, on their way into a power of two. Running sums are SUMS channels behind a head's. Programs of a head
+start with those that have most to do. As in `kernels`, no atomics, and scores of the keys' kernel are formed
+transposed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def own_rows(X, rows, columns, width, stride, FULL: tl.constexpr):
 
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    Q, K, V, O, L, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
+    Q, K, V, K_SUMS, O, L, WORK, LOW, HIGH, scale, Tq, Tk, H, groups, items, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -47,8 +48,8 @@ def forward(
     low = tl.load(LOW + rows, mask=rows < end, other=0)[:, None]
     high = tl.load(HIGH + rows, mask=rows < end, other=0)[:, None]
     if SUMS:
-        cq = tl.load(CQ + bh.to(tl.int64) * Tq + rows, mask=rows < end, other=0.0)[:, None]
-        CK += (b * groups + g).to(tl.int64) * Tk
+        of_sums = Q + b.to(tl.int64) * q_b + h * q_h + KW
+        q_sums = own_rows(of_sums, tl.minimum(rows, Tq - 1), tl.arange(0, SUMS), DW - KW, q_t, False)
     acc = tl.zeros((BM, BV), tl.float32)
     top = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -58,7 +59,8 @@ def forward(
         k = K.load([b, start + n * BN, g, 0]).reshape(BN, BK)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SUMS:
-            s += cq + tl.load(CK + tl.minimum(keys, Tk - 1))[None, :]
+            k_sums = K_SUMS.load([b, start + n * BN, g, 0]).reshape(BN, SUMS)
+            s = tl.dot(q_sums, tl.trans(k_sums), s, input_precision=PRECISION)
         if (n < whole) | (n >= until):
             s = tl.where((keys[None, :] >= low) & (keys[None, :] < high), s, -float("inf"))
         new = tl.maximum(top, tl.max(s, 1) * factor)
@@ -80,7 +82,7 @@ def forward(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_keys(
-    Q, K, V, DO, L, DELTA, DK, DV, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
+    Q, K, V, DO, Q_SUMS, L, DELTA, DK, DV, DC, WORK, LOW, HIGH, scale, Tq, Tk, H, groups, items, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,7 +100,8 @@ def backward_keys(
     low = tl.load(LOW + keys, mask=keys < end, other=0)[:, None]
     high = tl.load(HIGH + keys, mask=keys < end, other=0)[:, None]
     if SUMS:
-        ck = tl.load(CK + bg.to(tl.int64) * Tk + there)[:, None]
+        of_sums = K + b.to(tl.int64) * k_b + g * k_h + KW
+        k_sums = own_rows(of_sums, there, tl.arange(0, SUMS), DW - KW, k_t, False)
         dc = tl.zeros((BN,), tl.float32)
     dk, dv = tl.zeros((BN, BK), tl.float32), tl.zeros((BN, BV), tl.float32)
     factor = scale * LOG2E
@@ -112,7 +115,8 @@ def backward_keys(
             delta = DELTA.load([of_head + start + n * BM])[None, :]
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             if SUMS:
-                s += ck + CQ.load([of_head + start + n * BM])[None, :]
+                q_sums = Q_SUMS.load([b, start + n * BM, h, 0]).reshape(BM, SUMS)
+                s = tl.dot(k_sums, tl.trans(q_sums), s, input_precision=PRECISION)
             p = tl.exp2(tl.fma(s, factor, -lse))
             if (n < whole) | (n >= until):
                 p = tl.where((rows[None, :] >= low) & (rows[None, :] < high), p, 0.0)
@@ -133,7 +137,7 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_queries(
-    Q, K, V, DO, L, DELTA, DQ, DC, WORK, LOW, HIGH, CQ, CK, scale, Tq, Tk, H, groups, items, Tn,
+    Q, K, V, K_SUMS, DO, L, DELTA, DQ, DC, WORK, LOW, HIGH, scale, Tq, Tk, H, groups, items, Tn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, KW, VW, DW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -154,9 +158,9 @@ def backward_queries(
     lse = tl.load(L + bh.to(tl.int64) * Tq + here)[:, None] * LOG2E
     delta = tl.load(DELTA + bh.to(tl.int64) * Tq + here)[:, None]
     if SUMS:
-        cq = tl.load(CQ + bh.to(tl.int64) * Tq + here)[:, None]
+        of_sums = Q + b.to(tl.int64) * q_b + h * q_h + KW
+        q_sums = own_rows(of_sums, here, tl.arange(0, SUMS), DW - KW, q_t, False)
         dc = tl.zeros((BM,), tl.float32)
-        CK += (b * groups + g).to(tl.int64) * Tk
     dq = tl.zeros((BM, BK), tl.float32)
     factor = scale * LOG2E
     for n in range(count):
@@ -165,7 +169,8 @@ def backward_queries(
         v = V.load([b, start + n * BN, g, 0]).reshape(BN, BV)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SUMS:
-            s += cq + tl.load(CK + tl.minimum(keys, Tk - 1))[None, :]
+            k_sums = K_SUMS.load([b, start + n * BN, g, 0]).reshape(BN, SUMS)
+            s = tl.dot(q_sums, tl.trans(k_sums), s, input_precision=PRECISION)
         p = tl.exp2(tl.fma(s, factor, -lse))
         if (n < whole) | (n >= until):
             p = tl.where((keys[None, :] >= low) & (keys[None, :] < high), p, 0.0)

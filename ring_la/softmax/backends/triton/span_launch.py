@@ -76,28 +76,31 @@ class OfSpans(BlockCall):
 
     def over_queries(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
         """One program for each item of queries and head; tiles of keys are fetched."""
+        from ....kernels.runtime.launch import filled
+
         how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
         work = self.of_queries(how)
-        tensors = [q, _tiles(k, how.keys), _tiles(v, how.keys), *more]
-        self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors, self.of_sums)
+        sums = _tiles(self.of_sums[1], how.keys) if self.of_sums else None
+        tensors = filled(q, _tiles(k, how.keys), _tiles(v, how.keys), sums, *more)
+        self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors)
 
     def over_keys(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
         """One program for each item of keys and key head; tiles of queries are fetched, and their numbers."""
+        from ....kernels.runtime.launch import filled
+
         how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
         work, (lse, delta, *results) = self.of_keys(how), more
         numbers = [_numbers(x, how.rows) for x in (lse, delta)]
-        of_sums = self.of_sums and (_numbers(self.of_sums[0], how.rows), self.of_sums[1])
-        tensors = [_tiles(q, how.rows), k, v, _tiles(self.o, how.rows), *numbers, *results]
-        self._launch(kernel, how, work, k.shape[0] * k.shape[2], tensors, of_sums)
+        sums = _tiles(self.of_sums[0], how.rows) if self.of_sums else None
+        tensors = filled(_tiles(q, how.rows), k, v, _tiles(self.o, how.rows), sums, *numbers, *results)
+        self._launch(kernel, how, work, k.shape[0] * k.shape[2], tensors)
 
-    def _launch(
-        self, kernel: Any, how: TileSettings, work: spans.SpanWork, heads: int, tensors: list, of_sums: tuple | None
-    ) -> None:
-        from ....kernels.runtime.launch import filled, launch
+    def _launch(self, kernel: Any, how: TileSettings, work: spans.SpanWork, heads: int, tensors: list) -> None:
+        from ....kernels.runtime.launch import launch
 
         items, (q, k) = len(work.items), (self.q, self.k)
         launch(
-            kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
+            kernel, (items * heads,), *tensors, *work, self.scores.scale,
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, _length(q.shape[1]), *self.strides,
             BM=how.rows, BN=how.keys, **self.shared,
             num_warps=how.warps, num_stages=how.stages, tensors="any", **self.options,
