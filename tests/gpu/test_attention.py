@@ -184,3 +184,27 @@ def test_dropout_like_torch(record_property):
     found = dropout_like_torch(torch.bfloat16)
     record_property("errors", found)
     assert not off(found, torch.bfloat16, 64)
+
+
+OF_SUMS = [(D, dtype) for D in (16, 32, 64, 96, 128, 256) for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize("feature", ["causal", "window", "packed"])
+@pytest.mark.parametrize(("D", "dtype"), [*OF_SUMS, (64, torch.float32)])
+def test_forgetting(D, dtype, feature, record_property):
+    """Sums as further channels: of heads that spans are for, and of others."""
+    tensors, how, cu, do, dlse = draw(feature, D, dtype)
+    gates = torch.randn(*tensors["q"].shape[:3], generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
+    how = dict(
+        window=how.get("window", (-1, -1))[0], cu_seqlens=None if cu is None else torch.tensor(cu, device=DEVICE)
+    )
+    results = []
+    for function, of in ((ring_la.forgetting_attention, dtype), (reference.forgetting_attention, torch.float64)):
+        x = {n: t.to(of).requires_grad_() for n, t in tensors.items()}
+        x["g"] = F.logsigmoid(gates + 3).to(torch.promote_types(of, torch.float32)).requires_grad_()
+        out = function(**x, **how)
+        loss = (out.o.double() * do).sum() + (out.lse.double() * do[..., 0].mT).sum()
+        results.append([out.o, out.lse, *torch.autograd.grad(loss, list(x.values()))])
+    found = dict(zip(("o", "lse", "dq", "dk", "dv", "dg"), map(error, *results)))
+    record_property("errors", found)
+    assert not off(found, dtype, D)
