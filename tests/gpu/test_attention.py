@@ -193,11 +193,10 @@ OF_SUMS = [(D, dtype) for D in (16, 32, 64, 96, 128, 256) for dtype in (torch.bf
 @pytest.mark.parametrize(("D", "dtype"), [*OF_SUMS, (64, torch.float32)])
 def test_forgetting(D, dtype, feature, record_property):
     """Sums as further channels: of heads that spans are for, and of others."""
-    tensors, how, cu, do, dlse = draw(feature, D, dtype)
+    tensors, how, cu, do, _ = draw(feature, D, dtype)
     gates = torch.randn(*tensors["q"].shape[:3], generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
-    how = dict(
-        window=how.get("window", (-1, -1))[0], cu_seqlens=None if cu is None else torch.tensor(cu, device=DEVICE)
-    )
+    cu = None if cu is None else torch.tensor(cu, device=DEVICE)
+    how = dict(window=how.get("window", (-1, -1))[0], cu_seqlens=cu)
     results = []
     for function, of in ((ring_la.forgetting_attention, dtype), (reference.forgetting_attention, torch.float64)):
         x = {n: t.to(of).requires_grad_() for n, t in tensors.items()}
