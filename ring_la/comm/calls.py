@@ -42,6 +42,14 @@ class Entry(NamedTuple):
         return cls(what, text, hint, int.from_bytes(digest, "little"))
 
 
+class Behind(NamedTuple):
+    """A rank's calls so far, and those of ranks that have come to fewer: of its host, and the fewest of others."""
+
+    calls: int
+    ranks: tuple[tuple[int, int], ...]
+    elsewhere: int
+
+
 class CallLog:
     """The log of one group, as one of its ranks sees it.
 
@@ -49,12 +57,13 @@ class CallLog:
         members: the ranks. store: where ranks that differ tell each other their calls. board: the memory of this host.
 
     Attributes:
-        one_host: whether all ranks are on one.
+        one_host: whether all ranks are on one. patience: seconds that a rank may be late.
     """
 
     def __init__(self, members: Members, store: JobStore, board: Board) -> None:
         self._members, self._store, self._board = members, store.of("calls"), board
         self._all, self._first = board.words, board.rows
+        self.patience = members.timeout.total_seconds()
         self._mine, self.one_host = board.rows[members.rank], not board.away
         self._others = [r for r in board.here if r != members.rank]
         self._compared = dict.fromkeys(self._others, 0)
@@ -126,7 +135,6 @@ class CallLog:
         if self._met == self._count:
             return
         n, start, pause = self._count, time.monotonic(), 0.0
-        patience = self._members.timeout.total_seconds()
         while True:
             behind = [r for r in self._others if self._all[self._first[r]] < n]
             elsewhere = self._all[ELSEWHERE] < n and (pause < 1e-3 or not self._is_dead(self._board.here[0]))
@@ -136,7 +144,7 @@ class CallLog:
                 self._met = n
                 return
             waited = time.monotonic() - start
-            if dead or waited > patience:
+            if dead or waited > self.patience:
                 late = self._members.names(behind) if behind else "ranks of other hosts"
                 raise RuntimeError(f"{self._members.names(dead)} died" if dead else f"no call of {late} in time")
             if elsewhere:
@@ -189,6 +197,25 @@ class CallLog:
             return None
         who = f"rank {self._members.rank} of {self._members.size}"
         return lambda: PeerError(f"{who} waits for messages that do not come: {self._members.names(dead)} died")
+
+    def behind(self) -> Behind | None:
+        """Who has not come to this rank's last call; None: nobody. For another thread than the one that makes calls."""
+        n = self._count
+        here = tuple((r, self._all[self._first[r]]) for r in self._others)
+        late, elsewhere = tuple(one for one in here if one[1] < n), self._all[ELSEWHERE]
+        return Behind(n, late, elsewhere) if late or elsewhere < n else None
+
+    def ask_elsewhere(self) -> None:
+        """Have the other hosts say what their ranks have come to."""
+        if self._board.away:
+            self._all[AWAITED] = time.monotonic_ns()
+
+    def too_late(self, behind: Behind) -> PeerError:
+        """What a rank raises that has waited for them for too long."""
+        m = self._members
+        late = m.names([r for r, _ in behind.ranks]) if behind.ranks else "ranks of other hosts"
+        who = f"rank {m.rank} of {m.size}"
+        return PeerError(f"{who} waits for messages that do not come: no call of {late} in {self.patience:.0f} s")
 
     def give_up(self, error: DisagreementError | PeerError) -> None:
         """Make every later call of this rank raise `error`; the others learn that the group is of no more use."""

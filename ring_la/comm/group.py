@@ -6,6 +6,7 @@ after the message and never blocks the host. A group of one rank sends nothing.
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..errors import DisagreementError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
-from .lookout import look_out
+from .lookout import device_busy, look_out
 from .members import JobStore, Members
 from .memory import GroupMemory, TakenInTurns
 from .pending import Pending
@@ -63,9 +64,10 @@ class Group(Members):
         self.name = self.store.name
         self.watch = PeerWatch(self, self.store)
         self.agreement = Agreement(self, self.store, self.watch)
-        if self.on_cuda and self.agreement.calls is not None:
-            look_out(self.agreement.calls, self.group.abort)
         self.streams = MessageStreams(self)
+        if self.on_cuda and self.agreement.calls is not None:
+            busy = functools.partial(device_busy, self.device, self.streams.side)
+            look_out(self.agreement.calls, self.group.abort, busy)
         self.memory = GroupMemory(self, self.watch)
         self.turns = TakenInTurns(lambda: GroupMemory(self, self.watch))
         self.bytes_sent = 0

@@ -114,10 +114,10 @@ def test_steps_of_other_kinds_are_an_error(ranks):
 
 def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
     """As on GPUs: rank 0's host waits for its device, which waits for a message that rank 1 does not send."""
-    cp = ring_la.ContextParallel(group(), timeout=PATIENCE)
+    cp = ring_la.ContextParallel(group(), timeout=2.0 if how == "late" else PATIENCE)
     agreement, ended = cp.comm.agreement, threading.Event()
     one, other = (agreement.agree("this", {"scale": n}) for n in (1, 2))
-    look_out(agreement.calls, ended.set)
+    look_out(agreement.calls, ended.set, lambda: how == "late")
     if rank:
         time.sleep(0.5)
         return [caught(lambda: agreement.again(other))] if how == "differs" else []
@@ -127,12 +127,13 @@ def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
     return [caught(lambda: agreement.again(one)), caught(lambda: cp.comm.recv((1,), torch.float32, cp.device, 1))]
 
 
-@pytest.mark.parametrize("how", ["differs", "died"])
+@pytest.mark.parametrize("how", ["differs", "died", "late"])
 def test_a_host_that_waits_for_its_device_is_let_go(ranks, how):
     (again, message), other = ranks.run(2, check_lookout, how)  # nothing was sent
     assert again[0] == message[0]
-    if how == "died":
-        assert again[0].startswith("PeerError: rank 0 of 2 waits for messages that do not come: rank 1 ")
+    if how != "differs":
+        who = "no call of rank 1 (global rank 1) in 2 s" if how == "late" else "rank 1 (global rank 1) died"
+        assert again[0].startswith(f"PeerError: rank 0 of 2 waits for messages that do not come: {who}")
     else:
         assert (
             again[0]
