@@ -173,7 +173,7 @@ class _ByBlock(torch.autograd.Function):
         outs = (done[0] if done else call.shape_of(x, ctx.shared)).outs
         parts = [[d.outs[i].detach()[0, : d.place.stop - d.place.start] for d in done] for i in range(len(outs))]
         ctx.way_back = call.layout.cp.comm.agreement.way_back()
-        ctx.call, ctx.done, ctx.like = call, done if any(needs) else [], [(t.shape, t.dtype) for t in x]
+        ctx.call, ctx.done, ctx.like = call, done if any(needs) else [], [(t.shape, t.dtype, t.device) for t in x]
         ctx.read = tensors[call.tokens + call.shared :]
         ctx.set_materialize_grads(False)
         B, T = x[0].shape[:2]
@@ -215,5 +215,5 @@ def _gradients(d: Block, douts: Sequence[Tensor | None], common: list[Tensor]) -
     return mine, list(found)
 
 
-def _joined(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.cat(parts).view(shape) if parts else torch.zeros(shape, dtype=dtype)
+def _joined(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat(parts).view(shape) if parts else torch.zeros(shape, dtype=dtype, device=device)
