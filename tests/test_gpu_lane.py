@@ -84,3 +84,11 @@ def test_the_report_has_a_row_a_test(tmp_path):
     assert rows[0] == {"test": "test[x]", "outcome": "passed", "seconds": 1.0, "errors": {"o": 1e-3}}
     assert rows[1]["failed"] == "why"
     assert rows[2]["skipped"] == "Skipped: no GPU"
+
+
+def test_the_report_keeps_both_ends_of_an_error():
+    """Of several ranks the first one's traceback often names the cause."""
+    ranks = "\n".join(f"rank {i // 200} line {i}" for i in range(600))
+    assert gpu.ends_of(ranks) == ranks
+    kept = gpu.ends_of("\n".join(map(str, range(1000)))).splitlines()
+    assert kept == [*map(str, range(150)), "… 400 lines …", *map(str, range(550, 1000))]

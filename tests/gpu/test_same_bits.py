@@ -2,6 +2,11 @@
 
 pytest -m gpu tests/gpu/test_same_bits.py                   # as many ranks as there are GPUs
 pytest -m gpu tests/gpu/test_same_bits.py --gpu-ranks 4     # four, also on one GPU
+
+A fault of a kernel is told at a later launch, and other ranks then wait for the rank that has it. So that the report
+names the layer and the launch:
+
+CUDA_LAUNCH_BLOCKING=1 pytest -m gpu tests/gpu/test_same_bits.py -k other_layers --gpu-ranks 3 -n 6 --gpu-report FILE
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ READ = ["retention", "comba", "hgrn2", "mlstm"]
 SOME = ["gdn", "mamba2", "attention"]
 FIRST_SECONDS = 400.0
 """A call may take: kernels are compiled in it."""
+ALONE, TOGETHER = [[name] for name in OTHERS], [OTHERS[i : i + 4] for i in range(0, len(OTHERS), 4)]
+"""Models of other layers."""
 
 
 ONE = Run()
@@ -98,7 +105,7 @@ def test_products_of_rows(N, K, transposed, record_property):
     record_property("cuBLAS", [(kind.transposed, found.alike, found.rows) for kind, found in kinds.items()])
 
 
-@pytest.mark.parametrize("layers", [OTHERS[i : i + 4] for i in range(0, len(OTHERS), 4)], ids=" ".join)
+@pytest.mark.parametrize("layers", [*ALONE, *TOGETHER], ids=" ".join)
 def test_other_layers(layers, gpu_ranks, record_property):
     runs = (Run(3, "zigzag", order=(2, 0, 1)),)
     record_property("compared", compare(gpu_ranks, runs, layers, torch.bfloat16))

@@ -29,6 +29,8 @@ from tests.support.pool import Ranks
 FOLDER = Path(__file__).parents[1] / "gpu"
 POOLS = {"gpu_ranks", "servers"}
 """Fixtures whose ranks may share GPUs."""
+FIRST, LAST = 150, 450
+"""Lines of an error that the report keeps: those of a few ranks' tracebacks, all of them."""
 _start = time.monotonic()
 _ranks = 0
 
@@ -68,6 +70,13 @@ def share(worker: int, workers: int, gpus: int) -> list[int]:
     """
     each = max(1, gpus // workers)
     return [(worker * each + i) % gpus for i in range(each)]
+
+
+def ends_of(text: str) -> str:
+    """The first and the last lines of a long text."""
+    lines = text.splitlines()
+    left_out = len(lines) - FIRST - LAST
+    return text if left_out <= 0 else "\n".join([*lines[:FIRST], f"… {left_out} lines …", *lines[-LAST:]])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -124,7 +133,7 @@ class Report:
         row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
         row |= dict(report.user_properties)
         if report.failed:
-            row["failed"] = report.longreprtext[-2000:]
+            row["failed"] = ends_of(report.longreprtext)
         if report.skipped and isinstance(report.longrepr, tuple):
             row["skipped"] = report.longrepr[2]
         self.rows.append(row)

@@ -34,6 +34,8 @@ import tests.support.without_fla  # noqa: F401
 SIZE = 4
 HANG = 90.0
 """Seconds one call may take."""
+AFTER_AN_ERROR = 15.0
+"""Seconds that ranks have left when one has failed, for which they may wait."""
 OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training", "ring_la.serving.engine",
          "ring_la.integrations.transformers", "ring_la.integrations.diffusers", "torch._dynamo", "diffusers",
          "transformers.modeling_utils")  # fmt: skip
@@ -114,14 +116,15 @@ class Ranks:
         waiting = {self._pipes[rank]: rank for rank in ranks}
         while waiting:
             left = deadline - time.monotonic()
-            if errors:  # the others may now wait for a rank that has failed: do not wait out the timeout
-                left = min(left, 15.0)
+            if errors:
+                left = min(left, AFTER_AN_ERROR)
             answers: list[Any] = multiprocessing.connection.wait(list(waiting), max(0.0, left))
             if not answers:
                 missing = sorted(waiting.values())
                 where = self._where(missing)
                 self.stop()
-                text = _report(errors) + f"no answer from ranks {missing} within {timeout:.0f} s"
+                waited = f"within {AFTER_AN_ERROR:.0f} s of the others" if errors else f"within {timeout:.0f} s"
+                text = _report(errors) + f"no answer from ranks {missing} {waited}"
                 raise RankError(text + _report(where))
             for pipe in answers:
                 try:
