@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ring_la.blockwise import switch
 from ring_la.softmax.backends.triton import launch
+from tests.support.bounds import look_at_bounds
 from tests.support.interpreter import compute_bf16, interpreted
 from tests.support.pool import Ranks
 from tests.support.same_bits import Run, differing, step_of
 
 interpreted()
 compute_bf16()
+look_at_bounds()
 
 LENGTHS = (70, 1, 99)
 SECONDS = 600.0
