@@ -38,9 +38,10 @@ class Batch:
 
     Attributes:
         graphs: the most CUDA graphs of its steps that there were at once.
+        sends: whether rank 0 sends the tokens of a step that goes ahead, as not all ranks have them.
     """
 
-    graphs = 0
+    graphs, sends = 0, True
 
     def __init__(self, model: Served) -> None:
         self.model = model
@@ -109,11 +110,12 @@ class Batch:
                 states.append(type(layer[0])(*(_joined(field) for field in fields)))
         return Prefilled(logits, states)
 
-    def choose(self) -> bool:
-        """Choose the next token of each row, which `told` says; whether `go_ahead` may come before that."""
-        tokens, errors = self._next_tokens()
-        self._picked = tokens, errors
-        return False
+    def choose(self) -> int:
+        """Choose the next token of each row, which `told` says; how many steps may `go_ahead` from here, each before
+        its tokens are told."""
+        self._picked = None
+        self._picked = self._next_tokens()
+        return 0
 
     def told(self) -> list[int | Exception | None]:
         """The token that was chosen of each row; None where the logits are not finite, which no sampling survives, and
@@ -121,8 +123,8 @@ class Batch:
         tokens, errors = self._picked
         return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens.tolist())]
 
-    def go_ahead(self) -> None:
-        """Take the step of the tokens that are chosen, before the host knows them; `step` says them behind it."""
+    def go_ahead(self, send: bool) -> None:
+        """Take the step of the tokens that are chosen, before a host knows them; `send`: rank 0 sends its own first."""
         raise NotImplementedError("of a batch that can")
 
     def _next_tokens(self) -> tuple[torch.Tensor, dict[int, Exception]]:
