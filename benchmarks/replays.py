@@ -26,7 +26,7 @@ class Replays:
             end.record()
             self._events.append((begin, end))
 
-        torch.cuda.CUDAGraph.replay = timed  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = timed  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -38,10 +38,9 @@ class Batch:
 
     Attributes:
         graphs: the most CUDA graphs of its steps that there were at once.
-        sends: whether rank 0 sends the tokens of a step that goes ahead, as not all ranks have them.
     """
 
-    graphs, sends = 0, True
+    graphs = 0
 
     def __init__(self, model: Served) -> None:
         self.model = model
@@ -54,6 +53,11 @@ class Batch:
     def logits(self) -> torch.Tensor:
         """Of each row's next token ``[N, vocab_size]``."""
         return self._after.logits
+
+    @property
+    def sends(self) -> bool:
+        """Whether rank 0 sends the tokens of the next step that goes ahead, as not all ranks have them."""
+        return True
 
     @property
     def lengths(self) -> list[int]:

@@ -42,6 +42,11 @@ class Decoding:
         """Whose sequences are decoded, in the order of the batch's rows."""
         return [self._jobs[row.number] for row in self._batch.rows]
 
+    @property
+    def under_way(self) -> list[Completion]:
+        """Who waits for more, also where a failed step has left no rows."""
+        return [job for job in self._jobs.values() if not job.over]
+
     def let_go(self) -> None:
         """Forget those that nobody waits for any more."""
         jobs = self.jobs

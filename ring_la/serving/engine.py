@@ -249,8 +249,8 @@ class Engine:
 
     def _end_all(self, message: str = "the server has stopped", kind: type[Failed] = Stopped) -> None:
         """End every request there is."""
-        jobs = [*self._under_way(), *self._waiting.empty()] if self.ranks.leads else []  # the others know of none
-        self.batch.clear()
+        jobs = [*self._decoding.under_way, *self._prompts.jobs, *self._waiting.empty()] if self.ranks.leads else []
+        self.batch.clear()  # the other ranks know of no jobs
         self._prompts.clear()
-        for job in jobs:
+        for job in dict.fromkeys(jobs):  # one may be in two places
             job.fail(message, kind=kind)

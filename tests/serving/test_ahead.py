@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from ring_la import ContextParallel, DisagreementError
+from ring_la import ContextParallel, DisagreementError, capture
 from ring_la.serving import Ended, Engine, Event, Failed, Hybrid, NoText, decoding, static, static_step
 from ring_la.serving.ranks import Ranks, What, Word
 from tests.serving.engines import LONG, Asked, prompt, serve, truth
@@ -168,3 +169,15 @@ def test_a_step_that_fails_between_two_words(ranks):
             assert "disagree" in raised, raised
             assert f"rank {where}: no such step" in raised
         assert found[0][1] == [str(Failed("the server has failed (DisagreementError)"))]
+
+
+def check_device(rank: int) -> tuple[list[bool], bool]:
+    """Whether the host is seen to wait each time it looks for a step's end, and behind it."""
+    comm, seen = (cp := split()).comm, []
+    event = SimpleNamespace(query=lambda: len(seen) == 3 or seen.append(comm.waits_since is not None))
+    capture(lambda x: x, cp).finish(event)
+    return seen, comm.waits_since is None
+
+
+def test_a_host_that_waits_for_the_end_of_a_step_is_seen_to_wait(ranks):
+    assert ranks.run(2, check_device) == 2 * [([True] * 3, True)]
