@@ -124,7 +124,10 @@ class Batch:
     def told(self) -> list[int | Exception | None]:
         """The token that was chosen of each row; None where the logits are not finite, which no sampling survives, and
         an error where they could not be sampled, which is that row's alone."""
-        tokens, errors = self._picked
+        return self._told(self._picked[0])
+
+    def _told(self, tokens: torch.Tensor) -> list[int | Exception | None]:
+        errors = self._picked[1]
         return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens.tolist())]
 
     def go_ahead(self, send: bool) -> None:

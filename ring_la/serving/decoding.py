@@ -82,13 +82,14 @@ class Decoding:
         jobs, start = self.jobs, time.monotonic()
         try:
             steps = self._steps(jobs, self._batch.choose())
-            if not steps:
-                self._wait(jobs)
-                return 1
+            tokens = None if steps else self._batch.told()
         except FATAL:
             raise
         except Exception as error:
             self._fail(jobs, error)
+            return 1
+        if tokens is not None:
+            self._step_behind(jobs, tokens)
             return 1
         self._go_ahead(jobs, steps)
         self._took = (time.monotonic() - start) / steps
@@ -99,9 +100,8 @@ class Decoding:
         least = min(job.request.max_tokens - job.decoded for job in jobs)
         return min(most, least, max(1, int(self._hold / self._took)))
 
-    def _wait(self, jobs: Sequence[Completion]) -> None:
+    def _step_behind(self, jobs: Sequence[Completion], tokens: Sequence[int | Exception | None]) -> None:
         """A step that is launched when its tokens are told."""
-        tokens = self._batch.told()
         stay = [not job.cancelled and not self._take(job, token) for job, token in zip(jobs, tokens)]
         if not any(stay):
             self._say(Word(What.CLEAR), NOBODY)
@@ -113,6 +113,7 @@ class Decoding:
         """Steps that are launched each before its tokens are told. All ranks take as many: who ends on the way leaves
         behind the last, and so does everyone where tokens cannot be told."""
         word, going = Word(What.AHEAD, key=int(self._batch.sends), length=steps), dict(enumerate(jobs))
+        tokens: list[int | Exception | None] = []
         error = failed = None
         for step in range(steps):
             if step and error is None:

@@ -139,8 +139,7 @@ class StaticBatch(Batch):
         return self._steps_in_memory() if self._goes_ahead and not self._picked[1] else 0
 
     def told(self) -> list[int | Exception | None]:
-        self._picked = self._known.there(self._step), self._picked[1]
-        return super().told()
+        return self._told(self._known.there(self._step))
 
     def go_ahead(self, send: bool) -> None:
         tokens = self._choice if self._picked is None else self._picked[0]  # others than rank 0 choose nothing

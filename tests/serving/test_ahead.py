@@ -77,7 +77,8 @@ def check_ends(rank: int, end: int, gone_after: int) -> tuple[list[list[Event]],
     jobs = [Asked(prompt(7), 12), Asked(prompt(5), 12), Asked(prompt(3), 12), Asked(prompt(6), 4)]
     gone, hear = jobs[1], jobs[1].emit
     gone.emit = lambda event: (hear(event), gone.cancel() if len(gone.events) == gone_after else None)
-    with words():
+    with words(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static, "COLUMNS", 4)  # which they outgrow between two words
         serve(server(split(), end), jobs)
     return [job.events for job in jobs], [job.tokens for job in jobs]
 
@@ -87,7 +88,7 @@ def test_who_ends_between_two_words_hears_no_more(ranks):
     at = next(i for i in range(3, 9) if want[0][i] not in want[0][:i])
     end = want[0][at]
     until = [x[: x.index(end)] if end in x else x for x in want]
-    events, tokens = ranks.run(2, check_ends, end, 3)[0]
+    events, tokens = ranks.run(3, check_ends, end, 3)[0]
     assert tokens == [until[0], until[1][:3], until[2], until[3][:4]]
     assert events[0][-1] == Ended("stop", "", 7, 0, at + 1)
     assert len(events[1]) == 3
