@@ -6,6 +6,10 @@ each length a prompt is read, and another one before, while kernels are compiled
 token's time is taken while all are there. So many that a GPU has no memory for them are left out, and a row says so.
 With --sharded each rank has a part of the weights.
 A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
+Of a token's times it has the smallest, the median ("milliseconds") and the 90th percentile; with --capture what a
+replay takes on rank 0's GPU, messages to other ranks included, and for how long that GPU then waits for the next; and
+for how long rank 0's host waits, a token: for other hosts, and for its GPU. Where replays follow each other at once,
+the GPU is what a token waits for.
 The bytes a step reads are weights (of experts those that one token chooses: the sequences are alike) and what this rank
 remembers of the sequences; that the tokens are right is for tests.
 """
@@ -32,6 +36,7 @@ from ring_la.serving.memory import fitting, held
 from ring_la.serving.model import Served
 
 from .options import counts
+from .replays import Replays, quantile
 
 GIB = 2**30
 SPARE = 1.3
@@ -58,8 +63,16 @@ class Asked(Completion):
 class Runs:
     """On rank 0: one request, or several at once, after the other, and a row of each."""
 
-    def __init__(self, engine: Engine, args: argparse.Namespace, begun: float, rows: list[dict[str, Any]]) -> None:
-        self._engine, self._args, self._begun, self._rows = engine, args, begun, rows
+    def __init__(
+        self,
+        engine: Engine,
+        args: argparse.Namespace,
+        begun: float,
+        rows: list[dict[str, Any]],
+        replays: Replays,
+    ) -> None:
+        self._engine, self._args, self._begun, self._rows, self._replays = engine, args, begun, rows, replays
+        self._waited = self._waits()
 
     def start(self, length: int) -> None:
         """All of a prompt's length, and the engine's end."""
@@ -94,6 +107,8 @@ class Runs:
             return
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        self._replays.taken()
+        self._waited = self._waits()
         self._engine.submit(*jobs)
 
     def _note(self, length: int, name: str, jobs: list[Asked], asked: float) -> None:
@@ -111,10 +126,20 @@ class Runs:
         else:  # from where all are side by side until the first of them ends
             begin, end = max(each.times[0] for each in jobs), min(each.times[-1] for each in jobs)
             gaps = [b - a for a, b in zip(jobs[-1].times, jobs[-1].times[1:]) if a >= begin and b <= end]
-            row |= {"milliseconds": 1e3 * sorted(gaps)[len(gaps) // 2] if gaps else None, "steps": len(gaps)}
+            for what, part in (("smallest", 0.0), ("milliseconds", 0.5), ("90th percentile", 0.9)):
+                row[what] = quantile([1e3 * gap for gap in gaps], part)
+            row |= {"steps": len(gaps)} | self._replays.taken()
+            tokens = max(len(each.times) for each in jobs)
+            row |= {what: 1e3 * (now - self._waited[what]) / tokens for what, now in self._waits().items()}
             row |= {"reused": jobs[0].reused, "all seconds": end - asked, "GiB read a step": self._bytes(jobs) / GIB}
             row |= {"graphs": self._engine.batch.graphs}
         self._put(row)
+
+    def _waits(self) -> dict[str, float]:
+        """Seconds that this rank's host has waited so far, for what."""
+        ranks, cp = self._engine.ranks.comm, self._engine.cp
+        groups = {"waits for hosts": ranks, "waits for the GPU": None if cp is None or cp.comm is ranks else cp.comm}
+        return {what: group.wait_seconds for what, group in groups.items() if group is not None}
 
     def _put(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
@@ -203,7 +228,7 @@ def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Serve
     return Pretrained(model, cp)
 
 
-def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None:
+def measure(cp: ContextParallel, args: argparse.Namespace, begun: float, replays: Replays) -> None:
     if args.model == "hybrid_1b":
         model: Served = hybrid(cp, args)
     else:
@@ -222,7 +247,7 @@ def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None
             model, NoText(), cp, piece=args.piece * cp.size, batch=most, keep=keep, patience=300, capture=args.capture
         )
         if engine.ranks.leads:
-            Runs(engine, args, begun, rows).start(length)
+            Runs(engine, args, begun, rows, replays).start(length)
         engine.run()
 
 
@@ -246,8 +271,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.perf_counter()
-    with job():
-        measure(ContextParallel(validate="never", timeout=120, transport=args.transport), args, begun)
+    with job(), (replays := Replays()).noted():
+        measure(ContextParallel(validate="never", timeout=120, transport=args.transport), args, begun, replays)
 
 
 if __name__ == "__main__":

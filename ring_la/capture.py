@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
@@ -274,11 +275,12 @@ class CapturedStep:
         Raises:
             PeerError: as in `wait`.
         """
-        deadline = time.monotonic() + self._seconds
-        while not event.query():
-            if self._cp is not None:
-                self._cp.comm.refuse_late("the end of a captured step")
-            if time.monotonic() > deadline:
-                late = TimeoutError(f"a captured step has not ended within {self._seconds:g} s")
-                raise late if self._cp is None else self._cp.comm.watch.error("running a captured step", late)
-            time.sleep(20e-6)
+        start, comm = time.monotonic(), None if self._cp is None else self._cp.comm
+        with nullcontext() if comm is None else comm.waiting():
+            while not event.query():
+                if comm is not None:
+                    comm.refuse_late("the end of a captured step")
+                if time.monotonic() > start + self._seconds:
+                    late = TimeoutError(f"a captured step has not ended within {self._seconds:g} s")
+                    raise late if comm is None else comm.watch.error("running a captured step", late)
+                time.sleep(20e-6)

@@ -42,9 +42,9 @@ def diverge() -> None:
     def other(self: States, word: Word, *more: Any) -> Any:
         if TOLD.is_set() and word.ids is not None and word.what == What.READ:
             word = word._replace(ids=torch.cat([word.ids, word.ids.new_zeros(6)]))
-        elif TOLD.is_set() and word.ids is not None and word.what == What.STEP and len(self.batch.rows) > 1:
+        elif TOLD.is_set() and word.what in (What.STEP, What.AHEAD) and len(self.batch.rows) > 1:
             self.batch.keep(range(len(self.batch.rows) - 1))
-            word = word._replace(ids=word.ids[:-1])
+            word = word._replace(ids=None if word.ids is None else word.ids[:-1])
         return do(self, word, *more)
 
     States.do = other  # type: ignore

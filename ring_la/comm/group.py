@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -52,7 +52,7 @@ class Group(Members):
         name: a number that no other group has, the same on all its ranks.
         copies: whether large tensors may be copied from and to other ranks' memory ("auto": if the driver lets them).
         bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
-        wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
+        wait_seconds: host time spent waiting, for messages (on CPU, where that blocks) and ends of captured steps.
         waits_since: when the wait that the host is in began (`time.monotonic`); None: it is in none.
     """
 
@@ -179,6 +179,16 @@ class Group(Members):
 
     # -- waiting and failing -------------------------------------------------------------------------------
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The host waits for something that other ranks have a part in."""
+        self.waits_since = start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waits_since = None
+            self.wait_seconds += time.monotonic() - start
+
     def _pending(self, what: str, post: Callable[[], Sequence[Waitable]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
         self.refuse_late(what)
@@ -193,19 +203,16 @@ class Group(Members):
             raise self.watch.error(what, error) from error
 
         def finish() -> Any:
-            self.waits_since = start = time.monotonic()
-            try:
-                if posted and calls is not None:
-                    calls.meet(sent=True)
-                for one in posted:
-                    one.wait()
-            except DisagreementError:
-                raise
-            except RuntimeError as error:
-                raise self.watch.error(what, error) from error
-            finally:
-                self.waits_since = None
-            self.wait_seconds += time.monotonic() - start
+            with self.waiting():
+                try:
+                    if posted and calls is not None:
+                        calls.meet(sent=True)
+                    for one in posted:
+                        one.wait()
+                except DisagreementError:
+                    raise
+                except RuntimeError as error:
+                    raise self.watch.error(what, error) from error
             return result()
 
         return Pending(finish)

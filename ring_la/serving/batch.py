@@ -55,6 +55,11 @@ class Batch:
         return self._after.logits
 
     @property
+    def sends(self) -> bool:
+        """Whether rank 0 sends the tokens of the next step that goes ahead, as not all ranks have them."""
+        return True
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of each row, where something remembers single tokens, else 0."""
         return (lengths_of(self._after.states) or [0] * len(self.rows)) if self.rows else []
@@ -109,20 +114,24 @@ class Batch:
                 states.append(type(layer[0])(*(_joined(field) for field in fields)))
         return Prefilled(logits, states)
 
-    def choose(self) -> bool:
-        """Choose the next token of each row, which `told` says; whether `go_ahead` may come before that."""
-        tokens, errors = self._next_tokens()
-        self._picked = tokens, errors
-        return False
+    def choose(self) -> int:
+        """Choose the next token of each row, which `told` says; how many steps may `go_ahead` from here, each before
+        its tokens are told."""
+        self._picked = None
+        self._picked = self._next_tokens()
+        return 0
 
     def told(self) -> list[int | Exception | None]:
         """The token that was chosen of each row; None where the logits are not finite, which no sampling survives, and
         an error where they could not be sampled, which is that row's alone."""
-        tokens, errors = self._picked
+        return self._told(self._picked[0])
+
+    def _told(self, tokens: torch.Tensor) -> list[int | Exception | None]:
+        errors = self._picked[1]
         return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens.tolist())]
 
-    def go_ahead(self) -> None:
-        """Take the step of the tokens that are chosen, before the host knows them; `step` says them behind it."""
+    def go_ahead(self, send: bool) -> None:
+        """Take the step of the tokens that are chosen, before a host knows them; `send`: rank 0 sends its own first."""
         raise NotImplementedError("of a batch that can")
 
     def _next_tokens(self) -> tuple[torch.Tensor, dict[int, Exception]]:

@@ -117,7 +117,7 @@ class Completion:
     def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
         self.request, self.emit = request, emit
         self.reused = self.decoded = 0
-        self.cancelled = False
+        self.cancelled = self.over = False  # over: its end was told
         self.stream: Stream | None = None
         self.sampler: Chooser | None = None
         self.trail = Trail(len(request.ids))
@@ -128,6 +128,7 @@ class Completion:
 
     def fail(self, message: str, error: Exception | None = None, kind: type[Failed] = Failed) -> None:
         """It ends with a message; the whole of the error is the operator's."""
+        self.over = True
         if error is not None:
             LOG.error("a request has failed", exc_info=error)
         try:
@@ -145,6 +146,6 @@ class Completion:
         stopped = token in end or self.stream.stopped
         if not stopped and self.decoded < self.request.max_tokens:
             return False
-        reason = "stop" if stopped else "length"
+        self.over, reason = True, "stop" if stopped else "length"
         self.emit(Ended(reason, self.stream.rest(), len(self.request.ids), self.reused, self.decoded))
         return True

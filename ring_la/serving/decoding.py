@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,19 +16,24 @@ from .model import FATAL
 from .ranks import What, Word
 from .text import Text
 
+Doing = Callable[[Word, Row], Exception | None]
+HOLD = 0.01
+"""Seconds for which ranks that decode together step on without a word, about: so long does who comes or goes wait."""
+
 
 class Decoding:
     """The sequences of a batch, and the requests they answer.
 
     Args:
         batch: what is decoded. text: the vocabulary. device: where tokens are chosen.
-        say: has all ranks do something, and returns the error they all have.
+        say: has all ranks do something, and returns the error they all have. do: has this one do it, where the others
+            do so by themselves.
+        together: whether all ranks decode, which are told of several steps at once.
     """
 
-    def __init__(
-        self, batch: Batch, text: Text, device: torch.device, say: Callable[[Word, Row], Exception | None]
-    ) -> None:
-        self._batch, self._text, self._device, self._say = batch, text, device, say
+    def __init__(self, batch: Batch, text: Text, device: torch.device, say: Doing, do: Doing, together: bool) -> None:
+        self._batch, self._text, self._device, self._say, self._do = batch, text, device, say, do
+        self._hold, self._took = HOLD if together else 0.0, math.inf  # seconds of the last step
         self._jobs: dict[int, Completion] = {}  # by the numbers of their rows
         self._numbers = itertools.count(1)
 
@@ -34,13 +42,20 @@ class Decoding:
         """Whose sequences are decoded, in the order of the batch's rows."""
         return [self._jobs[row.number] for row in self._batch.rows]
 
+    @property
+    def under_way(self) -> list[Completion]:
+        """Who waits for more, also where a failed step has left no rows."""
+        return [job for job in self._jobs.values() if not job.over]
+
     def let_go(self) -> None:
         """Forget those that nobody waits for any more."""
         jobs = self.jobs
         stay = [i for i, job in enumerate(jobs) if not job.cancelled]
         if len(stay) < len(jobs):
-            word = Word(What.STAY, ids=torch.tensor(stay, device="cpu")) if stay else Word(What.CLEAR)
-            fail_all([jobs[i] for i in stay], self._say(word, NOBODY))
+            if stay:
+                self._keep(stay, [jobs[i] for i in stay])
+            else:
+                self._say(Word(What.CLEAR), NOBODY)
         self._jobs = {row.number: self._jobs[row.number] for row in self._batch.rows}
 
     def join(self, job: Completion, state: int) -> None:
@@ -61,26 +76,81 @@ class Decoding:
         self._jobs[row.number] = job
         fail_all([job], self._say(Word(What.JOIN, start=state), row))
 
-    def step(self) -> None:
-        """A token of each sequence. One that cannot be chosen, or told, fails its request alone; an error of the step
-        fails all, as what is left of their states is not known."""
-        jobs = self.jobs
+    def step(self) -> int:
+        """A token of each sequence, or several, one after the other; how many. One that cannot be chosen, or told,
+        fails its request alone; an error of a step fails all, as what is left of their states is not known."""
+        jobs, start = self.jobs, time.monotonic()
         try:
-            if self._batch.choose() and (failed := self._say(Word(What.AHEAD), NOBODY)) is not None:
-                raise failed
-            tokens = self._batch.told()
+            steps = self._steps(jobs, self._batch.choose())
+            tokens = None if steps else self._batch.told()
         except FATAL:
             raise
         except Exception as error:
-            self._say(Word(What.CLEAR), NOBODY)
-            fail_all(jobs, error)
-            return
+            self._fail(jobs, error)
+            return 1
+        if tokens is not None:
+            self._step_behind(jobs, tokens)
+            return 1
+        self._go_ahead(jobs, steps)
+        self._took = (time.monotonic() - start) / steps
+        return steps
+
+    def _steps(self, jobs: Sequence[Completion], most: int) -> int:
+        """How many steps are launched before the host knows their tokens, at one word to the other ranks."""
+        least = min(job.request.max_tokens - job.decoded for job in jobs)
+        return min(most, least, max(1, int(self._hold / self._took)))
+
+    def _step_behind(self, jobs: Sequence[Completion], tokens: Sequence[int | Exception | None]) -> None:
+        """A step that is launched when its tokens are told."""
         stay = [not job.cancelled and not self._take(job, token) for job, token in zip(jobs, tokens)]
         if not any(stay):
             self._say(Word(What.CLEAR), NOBODY)
             return
         ids = torch.tensor([token if stays else -1 for token, stays in zip(tokens, stay)], device="cpu")
         fail_all([job for job, stays in zip(jobs, stay) if stays], self._say(Word(What.STEP, ids=ids), NOBODY))
+
+    def _go_ahead(self, jobs: Sequence[Completion], steps: int) -> None:
+        """Steps that are launched each before its tokens are told. All ranks take as many: who ends on the way leaves
+        behind the last, and so does everyone where tokens cannot be told."""
+        word, going = Word(What.AHEAD, key=int(self._batch.sends), length=steps), dict(enumerate(jobs))
+        tokens: list[int | Exception | None] = []
+        error = failed = None
+        for step in range(steps):
+            if step and error is None:
+                error = self._tried(self._batch.choose)[1]
+            failed = self._do(word, NOBODY) if step else self._say(word, NOBODY)
+            if failed is not None:  # on all ranks, which take none of the others
+                break
+            if error is None:
+                tokens, error = self._tried(self._batch.told)
+            for i, job in [*going.items()] if error is None else ():
+                if job.cancelled or self._take(job, tokens[i]):
+                    del going[i]
+        error = error or failed
+        if error is not None:
+            self._fail([*going.values()], error)
+        elif not going:
+            self._say(Word(What.CLEAR), NOBODY)
+        elif len(going) < len(jobs):
+            self._keep([*going], [*going.values()])
+
+    def _tried(self, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """What a call gave, or its error where that is not the server's."""
+        try:
+            return call(), None
+        except FATAL:
+            raise
+        except Exception as error:
+            return None, error
+
+    def _keep(self, rows: Sequence[int], jobs: Sequence[Completion]) -> None:
+        """These rows stay, whose jobs those are."""
+        fail_all(jobs, self._say(Word(What.STAY, ids=torch.tensor(rows, device="cpu")), NOBODY))
+
+    def _fail(self, jobs: Sequence[Completion], error: Exception) -> None:
+        """Nothing is decoded any more, for an error."""
+        self._say(Word(What.CLEAR), NOBODY)
+        fail_all(jobs, error)
 
     def _take(self, job: Completion, token: int | Exception | None) -> bool:
         """Pass on a sequence's token; whether it was the last."""

@@ -91,7 +91,7 @@ class Engine:
         self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)
         self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
-        self._decoding = Decoding(self.batch, text, model.device, self._say)
+        self._decoding = Decoding(self.batch, text, model.device, self._say, self.states.do, self.states.together)
         self._stop_at: float | None = None
         self._closed = threading.Event()
 
@@ -192,7 +192,7 @@ class Engine:
             word = self.ranks.hear(self.stopping)
             if word.what == What.STOP:
                 return
-            self.states.do(word)
+            self.states.follow(word)
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Engine:
         return self.states.do(word, row)
 
     def _turn(self) -> bool:
-        """A piece of a prompt, where it is due, and a token of each sequence; False if nothing will come any more."""
+        """A piece of a prompt, where it is due, and tokens of each sequence; False if nothing will come any more."""
         if self.ranks.tell_in_time():
             self.stop()
         if self._stop_at is not None:
@@ -218,8 +218,8 @@ class Engine:
             self._read(self._prompts.next())
         if self.batch.rows:
             start = time.monotonic()
-            self._decoding.step()
-            self._pace.decoded(time.monotonic() - start)
+            steps = self._decoding.step()
+            self._pace.decoded(time.monotonic() - start, steps)
         return True
 
     def _begin(self) -> bool:
@@ -249,8 +249,8 @@ class Engine:
 
     def _end_all(self, message: str = "the server has stopped", kind: type[Failed] = Stopped) -> None:
         """End every request there is."""
-        jobs = [*self._under_way(), *self._waiting.empty()] if self.ranks.leads else []  # the others know of none
-        self.batch.clear()
+        jobs = [*self._decoding.under_way, *self._prompts.jobs, *self._waiting.empty()] if self.ranks.leads else []
+        self.batch.clear()  # the other ranks know of no jobs
         self._prompts.clear()
-        for job in jobs:
+        for job in dict.fromkeys(jobs):  # one may be in two places
             job.fail(message, kind=kind)

@@ -46,6 +46,6 @@ class Pace:
         self._rate, self._owed = tokens / max(took, 1e-6), DECODING * took
         self._steps = STEPS if goes_on else 0
 
-    def decoded(self, seconds: float) -> None:
-        """Each sequence of the batch got a token, which took so long."""
-        self._owed, self._steps = self._owed - seconds, self._steps - 1
+    def decoded(self, seconds: float, steps: int = 1) -> None:
+        """Each sequence of the batch got so many tokens, which took so long."""
+        self._owed, self._steps = self._owed - seconds, self._steps - steps

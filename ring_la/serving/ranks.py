@@ -2,8 +2,9 @@
 
 Every word is an exchange among all ranks, so that each hears of the others: rank 0 says something once a second even
 if nothing is to be done. A server may be idle for ever and no wait comes near its timeout; a rank that died or stalled
-is a `PeerError` on all that are left. A step of decoding is two words and no other message of hosts: few tokens are in
-the word itself, and what came of a step is compared with the next one.
+is a `PeerError` on all that are left. A step of decoding is one word and no other message of hosts: few tokens are in
+the word itself, and what came of a step is compared with the next one. Of steps whose tokens travel on the devices one
+word is for several.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class What(IntEnum):
     JOIN = 6
     """The sequence of state `start`, or of what is kept as `start`, is decoded from now on, the last of the batch."""
     STEP = 7
-    """Read a token more of each sequence of the batch, `ids`; those with −1 leave."""
+    """Those sequences of the batch leave whose number in `ids` is −1; read these tokens of the others."""
     STAY = 8
     """The sequences of the batch at `ids` stay, the others leave."""
     CLEAR = 9
@@ -54,7 +55,8 @@ class What(IntEnum):
     """What is kept as `key` goes to tier `start`: 0 the device, 1 host memory, 2 disk; `ids`: its name there as four
     numbers, and the key of what it was kept after."""
     AHEAD = 11
-    """Take the batch's next step, with tokens that rank 0 has chosen and nobody knows yet; `STEP` says them."""
+    """Take the batch's next `length` steps, with tokens that are on the devices and no host knows yet; `key` 1: rank 0
+    sends them there, 0: they are there."""
 
 
 TOKENS = (What.READ, What.STEP, What.STAY, What.MOVE)
@@ -70,7 +72,7 @@ class Word(NamedTuple):
     key: int = 0
     start: int = 0
     length: int = 0
-    """Tokens of state `key`, where it is to be kept."""
+    """Tokens of state `key`, where it is to be kept; steps, of `AHEAD`."""
     ids: Tensor | None = None
     """int64 ``[T]``, T ≥ 1, on the CPU."""
 

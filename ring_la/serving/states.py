@@ -51,12 +51,18 @@ class States:
         """A state, or what is kept under that number."""
         return self.open[key] if key in self.open else whole(key, self.kept)
 
+    def follow(self, word: Word) -> None:
+        """On ranks that follow: all that a word asks for. Rank 0 tells tokens between one step and the next."""
+        for _ in range(word.length if word.what == What.AHEAD else 1):
+            if self.do(word) is not None:
+                return
+
     def do(self, word: Word, row: Row = NOBODY) -> Exception | None:
         """What all ranks do alike; an error that is the same on all of them is returned, and of what is kept, which
-        takes no messages, any rank's. `row`: of who joins.
+        takes no messages, any rank's. Of `AHEAD` one step. `row`: of who joins.
 
         Raises:
-            PeerError, DisagreementError: it is not the same, or a rank is gone; of a step, with the next word.
+            PeerError, DisagreementError: it is not the same, or a rank is gone; of a step, with the next step or word.
         """
         if word.what == What.DROP:
             del self.open[word.key]
@@ -79,7 +85,9 @@ class States:
                     self.batch.clear()
             if word.what in (What.KEEP, What.MOVE):
                 return self._ranks.any_error(error)
-            if self.together and word.what in (What.AHEAD, What.STEP):
+            if error is not None and self.together and word.what == What.AHEAD:  # others may go on to a next step
+                self._cp.comm.agreement.again(Entry.of("a step that failed", str(error)))
+            if self.together and word.what in (What.AHEAD, What.STEP, What.STAY):
                 self._ranks.agree_later(error)
             elif self.together or word.what not in DECODING:
                 self._ranks.agree(error)
@@ -114,7 +122,7 @@ class States:
         elif word.what == What.STAY:
             self.batch.keep(word.ids.tolist())
         elif word.what == What.AHEAD:
-            self.batch.go_ahead()
+            self.batch.go_ahead(bool(word.key))
         else:
             tokens = word.ids.tolist()
             self.batch.keep([i for i, token in enumerate(tokens) if token >= 0])

@@ -9,9 +9,9 @@ buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in pow
 (`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or longer sequences take new memory,
 and new graphs.
 
-On GPUs a step is launched before the host knows its tokens (`go_ahead`): it reads them on the device, and the host's
-work on them goes on beside it. A sequence that ends with such a token has been stepped once more than it needs, which
-nobody reads.
+On GPUs a step is launched before the host knows its tokens (`go_ahead`): it reads them on the device, where all ranks
+have rank 0's likeliest of the step before, and the host's work on them goes on beside it. A sequence that ends with
+such a token has been stepped more often than it needs, which nobody reads.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .ahead import OnTheWay, goes_ahead
 from .batch import Batch, Row
 from .model import Served
 from .sampling import Chooser
+from .static_step import StaticStep, likeliest
 
 COLUMNS = 256
 """The fewest columns of keys."""
@@ -74,7 +75,8 @@ class StaticBatch(Batch):
         self._sizes: list[KeySize | None] = []
         self._states: list[Any] = []
         self._step: CapturedStep | None = None
-        self._goes_ahead, self._ahead = goes_ahead(model.device), False
+        self._goes_ahead = goes_ahead(model.device)
+        self._same = False  # whether `_choice` is rank 0's on all ranks
 
     @property
     def logits(self) -> Tensor:
@@ -107,8 +109,9 @@ class StaticBatch(Batch):
                     buffer[seat] = x[0]
         logits = prompt.logits.to(self.model.device)
         self._logits = torch.cat([self._logits, logits]) if self.rows else logits
-        choice = _likeliest(logits)
+        choice = likeliest(logits)
         self._choice = torch.cat([self._choice, choice]) if self.rows else choice
+        self._same = False
         self._seats.append(seat)
         self.rows.append(Row(number, sampler))
 
@@ -120,34 +123,34 @@ class StaticBatch(Batch):
 
     def clear(self) -> None:
         self.keep([])
-        self._ahead, self._picked = False, None
+        self._picked = None
 
-    def choose(self) -> bool:
+    @property
+    def sends(self) -> bool:
+        return not (self._same and self._greedy)
+
+    @property
+    def _greedy(self) -> bool:
+        return all(row.sampler.greedy for row in self.rows)
+
+    def choose(self) -> int:
         super().choose()
         self._known = OnTheWay(self._picked[0])
-        return self._goes_ahead and not self._picked[1] and self._longest() <= self._keys.capacity
+        return self._steps_in_memory() if self._goes_ahead and not self._picked[1] else 0
 
     def told(self) -> list[int | Exception | None]:
-        self._picked = self._known.there(self._step), self._picked[1]
-        return super().told()
+        return self._told(self._known.there(self._step))
 
-    def go_ahead(self) -> None:
+    def go_ahead(self, send: bool) -> None:
         tokens = self._choice if self._picked is None else self._picked[0]  # others than rank 0 choose nothing
-        if self._cp is not None:
+        if send and self._cp is not None:
             tokens = self._cp.comm.all_gather(tokens).wait()[0]  # rank 0's
         self._take(tokens.clamp(min=0))  # a row without a token leaves
-        self._ahead = True
 
     def _next_tokens(self) -> tuple[Tensor, dict[int, Exception]]:
-        if all(row.sampler.greedy for row in self.rows):
-            return self._choice, {}
-        return super()._next_tokens()
+        return (self._choice, {}) if self._greedy else super()._next_tokens()
 
     def step(self, tokens: Sequence[int]) -> None:
-        self._picked = None
-        if self._ahead:  # it is under way with these tokens
-            self._ahead = False
-            return
         self._room(1, self._longest(), ())
         self._take(torch.tensor(tokens, device="cpu"))
         self._step.wait()  # a rank that died is named instead of waited for
@@ -156,6 +159,11 @@ class StaticBatch(Batch):
         """Columns that a further step needs."""
         ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
         return 1 + max(columns + -(-since // ranks) for columns, since in taken)  # ranks take new ones in turn
+
+    def _steps_in_memory(self) -> int:
+        """Further steps that there are columns for."""
+        ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
+        return max(0, 1 + min((self._keys.capacity - 1 - columns) * ranks - since for columns, since in taken))
 
     def _take(self, tokens: Tensor) -> None:
         """Launch a step of these tokens of the rows ``[N]``."""
@@ -169,7 +177,7 @@ class StaticBatch(Batch):
         logits, choice = self._step(tokens=ids, columns=min(self._keys.capacity, columns_for(self._longest())))
         self.graphs = max(self.graphs, self._step.graphs)
         at: Any = slice(n) if in_order else torch.tensor(self._seats, device=logits.device)
-        self._logits, self._choice = logits[at], choice[at]
+        self._logits, self._choice, self._same = logits[at], choice[at], True
         for seat in self._seats:
             self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1
 
@@ -229,7 +237,7 @@ class StaticBatch(Batch):
         self._keys, self._states = keys, states
         self.close()  # graphs of other addresses
         seats_of = sorted({min(self._most, 1 << n) for n in range(self._most.bit_length() + 1)})
-        step = StaticStep(self.model, keys, states).take
+        step = StaticStep(self.model, keys, states, self._cp if self._goes_ahead else None).take
         self._step = capture(step, self._cp, buckets=Buckets(seats_of, {"tokens": 0}, dim=0))
 
     def _dtype(self, state: Any) -> torch.dtype:
@@ -237,45 +245,11 @@ class StaticBatch(Batch):
         return state.k.dtype if isinstance(state, KVCache) else state.rows.store.dtype
 
 
-class StaticStep:
-    """What a graph is made of, and all that it reads: a step of a model over states of fixed addresses."""
-
-    def __init__(self, model: Served, keys: StaticRows, states: Sequence[Any]) -> None:
-        self._model, self._keys, self._states = model, keys, states
-
-    @torch.no_grad()
-    def take(self, tokens: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """A token more of the first seats: the logits after it, and the likeliest. What is done is the same for all
-        values."""
-        n = len(tokens)
-        self._keys.begin(n, columns)
-        views = [s if isinstance(s, StaticKeys) else _first(s, n) for s in self._states]
-        out = self._model.step(tokens, views, in_place=True)
-        for mine, new in zip(views, out.states):
-            if isinstance(mine, LayerState):
-                for buffer, x in zip(mine, new):
-                    if buffer is not None and x.data_ptr() != buffer.data_ptr():
-                        buffer.copy_(x)
-        self._keys.advance()
-        return out.logits, _likeliest(out.logits)
-
-
 def _size_of(state: Any) -> KeySize | None:
     """What a token takes of what a layer remembers; None: nothing, its state has one size."""
     if isinstance(state, LayerKeys):
         return state.size
     return KeySize(state.k.shape[2], state.k.shape[3], state.v.shape[3]) if isinstance(state, KVCache) else None
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row ``[N]``; −1 where the logits are not finite."""
-    finite = (logits * 0).sum(-1) == 0  # in few launches: what is not finite is not a number times 0
-    return torch.where(finite, logits.argmax(-1), -1)
-
-
-def _first(state: LayerState, n: int) -> LayerState:
-    """The first rows of a state."""
-    return LayerState(*(x if x is None else x[:n] for x in state))
 
 
 def columns_for(n: int) -> int:

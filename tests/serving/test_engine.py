@@ -48,7 +48,7 @@ def check_captured(rank: int) -> tuple[list[list[int]], int, int]:
     go_ahead = StaticBatch.go_ahead
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(static, "goes_ahead", lambda device: True)
-        patch.setattr(StaticBatch, "go_ahead", lambda batch: ahead.append(1) or go_ahead(batch))
+        patch.setattr(StaticBatch, "go_ahead", lambda batch, send: ahead.append(1) or go_ahead(batch, send))
         serve(server := Engine(Hybrid(make(FIXED)), NoText(), cp, piece=9, batch=3, patience=LONG, capture=True), jobs)
     return [job.tokens for job in jobs], len(server.batch._step.kinds), len(ahead)
 

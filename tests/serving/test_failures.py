@@ -113,7 +113,7 @@ def check_lost_count(rank: int, moment: str) -> tuple[str, list[str]]:
     """Rank 1 does something else than it was told: reads two tokens more, takes a step of one sequence less, or starts
     from a state that it does not have."""
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=5)
-    server, jobs = engine(cp, piece=16, batch=2), [Asked([5, *prompt(39)], 20), Asked(prompt(9), 20)]
+    server, jobs = engine(cp, piece=16, batch=2), [Asked([5, *prompt(39)], 200), Asked(prompt(9), 200)]
     do = server.states.do
 
     def other(word, *more):
