@@ -86,8 +86,10 @@ class _Functional:
     def scaled_dot_product_attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
-        """Its tensors are ``[B, H, T, D]``."""
+        """Its tensors are ``[B, H, T, D]``, or of one head ``[B, T, D]``."""
         _refuse(self._name, attn_mask, dropout_p, is_causal)
+        if query.dim() == 3:
+            return self._attend(query[:, :, None], key[:, :, None], value[:, :, None], scale)[:, :, 0]
         out = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
         return out.transpose(1, 2)
 
