@@ -43,7 +43,8 @@ def adopt(split: SplitDenoiser, model: nn.Module, undo: ExitStack) -> None:
         if split.posting is not None:
             split.posting.adopt(block, spec, undo)
         _adopt_modules(split, name, block, spec, undo)
-        path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
+        # one path for all blocks, so that torch.compile compiles them once
+        path = ".".join(part for part in name.split(".") if not part.isdigit())
         hook = functools.partial(split.before_block, path, spec, names, tuple(s for _, s, _ in whole_streams(spec)))
         undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
     if plan.cuts_whole_text:

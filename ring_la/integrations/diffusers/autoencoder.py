@@ -197,7 +197,7 @@ def _causal_conv(
     rows: RowDecoder, module: Any, own: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None
 ) -> Tensor:
     """The same over rows and columns, which it pads by itself; over frames it may have kept some of earlier ones."""
-    width = _padded(module)[2]  # type: ignore[index]
+    width = _padded(module)[2]
     if rows.grid is None:
         return own(x) if cache_x is None else own(x, cache_x)
     kept = 0 if cache_x is None else cache_x.shape[2]

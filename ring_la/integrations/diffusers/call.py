@@ -22,7 +22,6 @@ class DenoiserCall:
         streams, keys: its tokens, and the keys its blocks see.
         masked: the mask that the last block got.
         batch: its rows.
-        ahead: streams that a module before the blocks has cut, so that no block gets them whole.
         started: whether a block has run; refined: the lists of refiners of which one has.
         residual: a residual that came with the call, and its number of tokens.
         how: keywords of its attention: kernel and wire.
@@ -36,7 +35,6 @@ class DenoiserCall:
     def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
         self.streams, self.batch, self.started = Streams(cp.rank, cp.size), batch, False
         self.refined: set[str] = set()
-        self.ahead: set[str] = set()
         self.residual: tuple[str, int] | None = None
         self.how: dict[str, Any] = {}
         self.keys = BlockKeys(cp, layouts, self.streams)

@@ -22,7 +22,7 @@ from .caches import check_hooks
 from .call import DenoiserCall
 from .checks import check_call
 from .compare import InputComparison, WholeImage, mapped, tensors_in
-from .cutting import cut, enough, part_of, residuals, sizes_of, start
+from .cutting import ahead, cut, part_of, residuals, sizes_of, start
 from .kernels import kernel_named
 from .keys import GivenMask
 from .layer_hooks import LayerHooks
@@ -183,9 +183,7 @@ class SplitDenoiser:
         output = list(output)
         for n, role in roles.items():
             if isinstance(role, TokenRows):
-                (stream,), tokens = role.streams, output[n].shape[role.dim]
-                self.call.streams.note({stream: enough(self.call, type(module).__name__, stream, tokens)})
-                self.call.ahead.add(stream)
+                ahead(self.call, type(module).__name__, role, output[n])
             if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
@@ -238,7 +236,8 @@ class SplitDenoiser:
         if stream is not None or self.plan.last == "":
             return mapped(output, lambda x: self._whole(x, stream or "image"))
         if isinstance(output, tuple):
-            return tuple(self._whole(x, stream) for x, stream in zip(output, self.plan.returned, strict=True))
+            streams = zip(output, self.plan.returned, strict=True)
+            return tuple(x if x is None else self._whole(x, stream) for x, stream in streams)
         return self._whole(output, self.plan.returned[0])
 
     def _whole(self, x: Tensor, stream: str) -> Tensor:

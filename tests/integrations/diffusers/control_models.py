@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import torch
+import torch.nn.functional as F
 from diffusers import (
+    CosmosControlNetModel,
     FluxControlNetModel,
     HunyuanDiT2DControlNetModel,
     HunyuanVideo15Transformer3DModel,
@@ -138,6 +143,19 @@ def hunyuan_dit_control() -> tuple[nn.Module, dict[str, object]]:
     return model, CROSS_CASES["hunyuan dit"]()[1] | dict(controlnet_cond=draw(B, 4, 6, 6), conditioning_scale=0.7)
 
 
+def cosmos_control() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(num_attention_heads=2, attention_head_dim=16, in_channels=7, latent_channels=6, model_channels=32)
+    dims = dict(text_embed_dim=12, adaln_lora_dim=4, max_size=(4, 8, 8), mlp_ratio=1, n_controlnet_blocks=2)
+    inputs = dict(controls_latents=draw(B, 4, 3, 6, 6), latents=draw(B, 4, 3, 6, 6), timestep=step())
+    inputs |= dict(encoder_hidden_states=draw(B, TEXT, 12), condition_mask=draw(B, 1, 3, 6, 6))
+    inputs |= dict(padding_mask=torch.zeros(1, 1, 6, 6).double(), conditioning_scale=[1.0, 0.7])
+    library = sys.modules[CosmosControlNetModel.__module__]
+    if not hasattr(library, "transforms"):  # torchvision's, of which it takes one function
+        nearest = SimpleNamespace(resize=lambda x, size, interpolation: F.interpolate(x, size, mode=interpolation))
+        library.transforms = SimpleNamespace(functional=nearest, InterpolationMode=SimpleNamespace(NEAREST="nearest"))
+    return CosmosControlNetModel(**sizes, **dims), inputs
+
+
 def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
 
     model, inputs = cosmos(controlnet_block_every_n=1)
@@ -160,6 +178,7 @@ CONTROL_CASES: dict[str, Case] = {
     "sana control": sana_control,
     "sana, residuals": with_residuals("sana", "controlnet_block_samples", 16, 1),
     "cosmos, residuals": cosmos_residuals,
+    "cosmos control": cosmos_control,
     "hunyuan dit control": hunyuan_dit_control,
     "hunyuan dit, residuals": with_residuals("hunyuan dit", "controlnet_block_samples", 16, 1, 9),
     "qwen, residuals": with_residuals("qwen, masked", "controlnet_block_samples", 32, 2),

@@ -18,7 +18,7 @@ from ring_la.errors import RingLAError
 from ring_la.integrations.diffusers import PLANS, parallelize, restore
 from ring_la.integrations.diffusers.catalogue import find_plan
 from ring_la.integrations.diffusers.compare import tensors_in
-from ring_la.integrations.diffusers.guidance import ROWS, _cut
+from ring_la.integrations.diffusers.guidance import rows_of
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
@@ -275,7 +275,7 @@ def rows_apart(name: str) -> float:
 
     whole, found = answer(given), []
     for mine in (slice(0, batch // 2), slice(batch // 2, batch)):
-        got = answer({n: _cut(x, batch, mine, listed) if n in ROWS else x for n, x in given.items()})
+        got = answer({n: rows_of(n, x, batch, mine, listed) for n, x in given.items()})
         want = whole[mine] if listed else [x[mine] for x in whole]
         found += [error(a, b) for a, b in zip(got, want, strict=True)]
     return max(found)
