@@ -54,9 +54,10 @@ def adopt(split: SplitDenoiser, model: nn.Module, undo: ExitStack) -> None:
         for n, block in enumerate(blocks):
             names = check_block(f"{path}.{n}", block, refiner.kind, refiner.block, library)
             classes.adopt(block, refiner.block, undo)
-            hook = functools.partial(split.before_refiner, path, refiner.block, names)
+            hook = functools.partial(split.before_refiner, path, refiner.block, names, n == 0)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        undo.callback(blocks[-1].register_forward_hook(functools.partial(split.refined, refiner.stream)).remove)
+        for block in blocks if refiner.added else blocks[-1:]:
+            undo.callback(block.register_forward_hook(functools.partial(split.refined, refiner.stream)).remove)
     _adopt_outputs(split, model, undo)
     if plan.steps is not None and split.cp.size > 1:
         _adopt_steps(split, model, plan.steps, undo)

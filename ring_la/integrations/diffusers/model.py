@@ -164,16 +164,15 @@ class SplitDenoiser:
         path: str,
         spec: BlockPlan,
         names: tuple[str, ...],
+        first: bool,
         block: nn.Module,
         args: tuple,
         keywords: Mapping[str, Any],
     ) -> tuple[tuple, dict[str, Any]]:
-        """The same before one of a list of refiners."""
+        """The same before one of a list of refiners; `first`: of the list."""
         given = {**dict(zip(names, args)), **keywords}
-        first = path not in self.call.refined
         if first:
             self.call.streams.note(sizes_of(self.call, spec, given))
-            self.call.refined.add(path)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
 
     def split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: Any) -> Any:
@@ -225,7 +224,7 @@ class SplitDenoiser:
         return torch.cat([others, output], 1)
 
     def refined(self, stream: str, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        """Behind the last of some refiners: all their tokens, of which every rank takes its own again."""
+        """Behind a refiner: all its tokens, of which every rank takes its own again."""
         return self.layouts.of(self.call.streams.counts([stream])).gather(output, 1)
 
     def gather(self, module: nn.Module, args: tuple, output: Any, stream: str | None = None) -> Any:

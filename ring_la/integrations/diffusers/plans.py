@@ -137,10 +137,12 @@ class RefinerPlan:
     Attributes:
         kind: the name of their class.
         block: its plan; the tokens are along dimension 1 of the output, and of one stream.
+        added: whether something may be added between them, to tokens that are whole behind each of them then.
     """
 
     kind: str
     block: BlockPlan
+    added: bool = False
 
     @property
     def stream(self) -> str:

@@ -19,6 +19,7 @@ from diffusers import (
     SD3ControlNetModel,
     WanAnimateTransformer3DModel,
     WanVACETransformer3DModel,
+    ZImageControlNetModel,
     ZImageTransformer2DModel,
 )
 from torch import nn
@@ -29,11 +30,23 @@ from .joint_models import JOINT_CASES, flux, qwen, sd3
 from .linear_models import LINEAR_CASES
 
 
-def z_image() -> tuple[nn.Module, dict[str, object]]:
-    sizes = dict(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=12)
+def z_image(refiners: int = 1) -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(in_channels=4, dim=32, n_layers=2, n_refiner_layers=refiners, n_heads=2, n_kv_heads=2, cap_feat_dim=12)
     model = ZImageTransformer2DModel(axes_dims=[4, 4, 8], axes_lens=[128, 16, 16], **sizes)
     inputs = dict(x=[draw(4, 1, 6, 10), draw(4, 1, 14, 10)], t=step() / 1000, cap_feats=[draw(TEXT, 12), draw(3, 12)])
     return model, inputs | dict(controlnet_block_samples={0: draw(B, 96, 32), 1: draw(B, 96, 32)})
+
+
+def z_image_control() -> tuple[nn.Module, dict[str, object]]:
+    """With the transformer's own refiners, between which it adds residuals."""
+    places = dict(control_layers_places=[0, 1], control_refiner_layers_places=[0, 1])
+    sizes = dict(control_in_dim=4, dim=32, n_refiner_layers=2, n_heads=2, n_kv_heads=2)
+    model = ZImageControlNetModel(add_control_noise_refiner="control_noise_refiner", **places, **sizes)
+    transformer, inputs = z_image(2)
+    ZImageControlNetModel.from_transformer(model, transformer)
+    model.gradient_checkpointing = False  # which the library asks for
+    del inputs["controlnet_block_samples"]
+    return model, inputs | dict(control_context=[draw(4, 1, 6, 10), draw(4, 1, 14, 10)], conditioning_scale=0.7)
 
 
 def hunyuan15() -> tuple[nn.Module, dict[str, object]]:
@@ -164,6 +177,7 @@ def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
 
 CONTROL_CASES: dict[str, Case] = {
     "z-image": z_image,
+    "z-image control": z_image_control,
     "hunyuan 1.5": hunyuan15,
     "ltx2": ltx2,
     "ltx2, steps": lambda: ltx2(True),
