@@ -247,6 +247,10 @@ def check_refusals(rank: int) -> list[str]:
         other, given = make(name)
         parallelize(other, cp)
         expect("which every rank must be given", lambda: other(**given | {argument: one}))  # noqa: B023
+    other, given = make("hidream")
+    parallelize(other, cp)
+    longer = given | dict(encoder_hidden_states_t5=torch.zeros(2, 6, 8, dtype=torch.float64))
+    expect("expected 5 tokens of text, as before in this call, got 6", lambda: other(**longer))
     model.set_attn_processor(type(before["processor"])())
     expect("set afterwards", lambda: model(**inputs))
     return bad
