@@ -22,6 +22,8 @@ from diffusers import (
     FluxImg2ImgPipeline,
     FluxInpaintPipeline,
     FluxPipeline,
+    HeliosPipeline,
+    HeliosScheduler,
     HiDreamImagePipeline,
     MagCacheConfig,
     SanaPipeline,
@@ -39,7 +41,7 @@ from .control_models import flux_control
 from .cross_models import wan
 from .joint_models import flux, sd3
 from .linear_models import sana
-from .streams_models import hidream
+from .streams_models import helios, hidream
 
 RATIOS = [1.0, 1.1, 0.9, 1.0, 1.0, 1.0]
 
@@ -120,6 +122,15 @@ def make(name: str) -> tuple:
         call |= {f"{which}prompt_embeds_llama3": torch.randn(4, 1, 5, 12) for which in ("", "negative_")}
         call |= {f"{which}pooled_prompt_embeds": torch.randn(1, 6) for which in ("", "negative_")}
         call |= dict(height=12, width=20, num_inference_steps=3)
+    elif name == "helios":
+        parts = dict(
+            vae=drawn(video_autoencoder()), transformer=drawn(helios()[0]), scheduler=HeliosScheduler(stages=1)
+        )
+        pipe = HeliosPipeline(**parts, **text)
+        pipe.vae_scale_factor_spatial = 2
+        call = {n: torch.randn(1, 5, 12) for n in ("prompt_embeds", "negative_prompt_embeds")}
+        call |= dict(height=32, width=16, num_frames=9, num_inference_steps=2, num_latent_frames_per_chunk=3)
+        call |= dict(history_sizes=[4, 2, 1])
     elif name == "sana":
         vae = AutoencoderDC(
             latent_channels=4,
@@ -159,7 +170,9 @@ def check(rank: int, P: int, name: str, how: dict) -> list[str]:
         pipe.transformer.enable_cache(cache)
     want = image(pipe, call)
     ran: list[int] = []
-    counted = pipe.transformer.get_submodule(find_plan(pipe.transformer).last).register_forward_hook(lambda *x: ran.append(1))
+    counted = pipe.transformer.get_submodule(find_plan(pipe.transformer).last).register_forward_hook(
+        lambda *x: ran.append(1)
+    )
     parallelize(pipe, cp, **how.get("split", {}))
     for again in (1, 2):
         e = error(image(pipe, call), want)
@@ -190,6 +203,7 @@ CASES = {
     "flux, LoRA on three": (3, "flux LoRA", {}),
     "sana, decoder by rows": (3, "sana", dict(split=dict(vae=True), back=True)),
     "sana, guidance by rows": (4, "sana", dict(split=dict(cfg=2, vae=True))),
+    "helios, guidance by calls": (4, "helios", dict(split=dict(cfg=2, vae=True), back=True)),
     "wan, guidance by calls": (4, "wan", dict(split=dict(cfg=2, vae=True), back=True, ran=8)),
 }
 
