@@ -110,7 +110,7 @@ def check_decoders(rank: int, P: int) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("P", [1, 2, 3])
 def test_more_decoders_by_rows(ranks, P):
     assert not any(ranks.run(P, check_decoders, P))
 

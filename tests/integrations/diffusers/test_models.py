@@ -78,7 +78,7 @@ def test_every_model_is_that_of_one_process(ranks, name):
 
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_any_number_of_ranks_is_one_process(ranks, P):
-    for name in ("flux", "hunyuan", "sana", "sana video", "sana wm"):
+    for name in ("flux", "hunyuan", "sana", "sana video", "sana wm", "hidream", "helios"):
         bad = ranks.run(P, check_model, P, name, {})
         assert not any(bad), (name, bad)
 
