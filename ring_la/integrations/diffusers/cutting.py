@@ -57,17 +57,18 @@ def sizes_of(
 ) -> dict[str, int]:
     """How many tokens of each stream a block is given, but of the `known` ones."""
     sizes: dict[str, int] = {}
-    told = [(n, stream, given[n].shape[dim]) for n, stream, dim in whole_streams(spec) if given.get(n) is not None]
-    told += [(n, role.stream, given[n]) for n, role in spec.arguments.items() if isinstance(role, TokenCount)]
+    there = {n: x for n, x in given.items() if x is not None}
+    told = [(n, stream, there[n].shape[dim]) for n, stream, dim in whole_streams(spec) if n in there]
+    told += [(n, r.stream, there[n]) for n, r in spec.arguments.items() if isinstance(r, TokenCount) and n in there]
     for argument, stream, tokens in told:
         if stream not in sizes and stream not in known:
             sizes[stream] = enough(call, argument, stream, tokens)
     for argument, role in spec.arguments.items():
-        if isinstance(role, TokenRows) and given.get(argument) is not None:
+        if isinstance(role, TokenRows) and argument in there:
             left = [s for s in role.streams if s not in sizes and s not in known]
             if len(left) == 1:
                 others = sum((call.streams.sizes | sizes)[s] for s in role.streams if s != left[0])
-                sizes[left[0]] = given[argument].shape[role.dim] - others
+                sizes[left[0]] = there[argument].shape[role.dim] - others
     return sizes
 
 

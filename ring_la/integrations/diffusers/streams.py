@@ -71,6 +71,7 @@ class Streams:
         shapes: of each stream a tensor of nothing whose second dimension is that number. A compiler takes a number that
             it reaches by a global name for a constant, and compiles anew for each, but not a dimension.
         unit: the image's tokens that stay together, a slice of its grid.
+        ahead: streams that a module before the blocks has cut, so that no block gets them whole.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
