@@ -44,6 +44,7 @@ from .plans import (
     SliceRows,
     StepPlan,
     TimeSteps,
+    TokenCount,
     TokenRows,
     WideLayer,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "SliceRows",
     "StepPlan",
     "TimeSteps",
+    "TokenCount",
     "TokenRows",
     "WideLayer",
     "parallelize",

@@ -43,7 +43,8 @@ def adopt(split: SplitDenoiser, model: nn.Module, undo: ExitStack) -> None:
         if split.posting is not None:
             split.posting.adopt(block, spec, undo)
         _adopt_modules(split, name, block, spec, undo)
-        path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
+        # one path for all blocks, so that torch.compile compiles them once
+        path = ".".join(part for part in name.split(".") if not part.isdigit())
         hook = functools.partial(split.before_block, path, spec, names, tuple(s for _, s, _ in whole_streams(spec)))
         undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
     if plan.cuts_whole_text:
@@ -53,9 +54,10 @@ def adopt(split: SplitDenoiser, model: nn.Module, undo: ExitStack) -> None:
         for n, block in enumerate(blocks):
             names = check_block(f"{path}.{n}", block, refiner.kind, refiner.block, library)
             classes.adopt(block, refiner.block, undo)
-            hook = functools.partial(split.before_refiner, path, refiner.block, names)
+            hook = functools.partial(split.before_refiner, path, refiner.block, names, n == 0)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        undo.callback(blocks[-1].register_forward_hook(functools.partial(split.refined, refiner.stream)).remove)
+        for block in blocks if refiner.added else blocks[-1:]:
+            undo.callback(block.register_forward_hook(functools.partial(split.refined, refiner.stream)).remove)
     _adopt_outputs(split, model, undo)
     if plan.steps is not None and split.cp.size > 1:
         _adopt_steps(split, model, plan.steps, undo)

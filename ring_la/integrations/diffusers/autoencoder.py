@@ -19,21 +19,25 @@ from torch import Tensor, nn
 from ...autograd import wanting
 from ...context import ContextParallel, GridLayout
 from ...errors import UnsupportedError
-from .autoencoder_frames import CONVOLUTIONS, attention_block, frames_attention, middle, repeating_conv
+from .autoencoder_frames import BLOCKS, CONVOLUTIONS, attention_block, frames_attention, middle, repeating_conv
 from .compare import InputComparison, WholeImage
 from .processors import split_class, split_function
 from .streams import Layouts
 
 AUTOENCODERS = (
     *("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderDC"),
-    *("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video", "AutoencoderKLCogVideoX"),
-    *("AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15"),
+    *("AutoencoderKLLTXVideo", "AutoencoderKLLTX2Video", "AutoencoderKLCogVideoX", "AutoencoderKLCosmos"),
+    *("AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15", "AutoencoderKLHunyuanImage"),
+    *("AutoencoderKLHunyuanImageRefiner", "AutoencoderKLMagvit", "AutoencoderKLAllegro", "AutoencoderTiny"),
 )
 ROW_BY_ROW = (
     *("SiLU", "ReLU", "ReLU6", "Dropout", "Identity", "Linear", "RMSNorm", "LayerNorm", "PerChannelRMSNorm"),
-    *("HunyuanVideo15RMS_norm", "DupUp3D", "WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
+    *("HunyuanVideo15RMS_norm", "HunyuanImageRefinerRMS_norm", "WanRMS_norm", "QwenImageRMS_norm"),
+    *("DupUp3D", "CosmosUnpatcher3d"),
 )
 """Modules without others inside that see a row at a time, by the names of their classes."""
+PLACES = ("CosmosTemporalAttentionProcessor2_0",)
+"""Processors whose attention is over the frames of one place."""
 BORDERS = ("zeros", "reflect")
 """What convolutions may read beyond the image's border, by PyTorch's names."""
 
@@ -86,12 +90,12 @@ class RowDecoder:
                 for way in ("apply_linear_attention", "apply_quadratic_attention"):  # the same but for rounding
                     setattr(module, way, functools.partial(_linear_attention, self, module, getattr(module, way)))
                     undo.callback(delattr, module, way)
-            elif hasattr(module, "processor"):
+            elif hasattr(module, "processor") and type(module.processor).__name__ not in PLACES:
                 undo.callback(setattr, module, "processor", module.processor)
                 processor = type(module.processor)
                 classes[processor] = classes.get(processor) or split_class(processor, self.attend)
                 module.processor = classes[processor]()
-            elif not any(True for _ in module.children()) and kind not in ROW_BY_ROW and kind != "ModuleList":
+            elif not any(True for _ in module.children()) and not _row_by_row(module, kind):
                 raise UnsupportedError("vae", "modules that are known to decode by rows", f"decoder.{label}, a {kind}")
         self.comparison = InputComparison(self.cp)
         own = vae.decoder.forward
@@ -132,18 +136,29 @@ class RowDecoder:
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
+def _row_by_row(module: nn.Module, kind: str) -> bool:
+    """Whether a module without others inside sees a row at a time."""
+    if isinstance(module, nn.Upsample):
+        return module.mode.startswith("nearest")
+    return kind in (*ROW_BY_ROW, "ModuleList")
+
+
 def _forward(module: Any, kind: str) -> Callable[..., Tensor] | None:
     """What stands in place of a module's forward, where it reaches beyond its rows."""
     if isinstance(module, nn.GroupNorm):
         return _group_norm
     if kind in CONVOLUTIONS:
         return repeating_conv
-    if kind == "HunyuanVideo15AttnBlock":
+    if kind in BLOCKS:
         return attention_block
     if isinstance(module, (nn.Conv2d, nn.Conv3d)):
-        causal = kind.endswith("CausalConv3d")  # which pads by itself
-        return _as_it_is if module.kernel_size[-2] == 1 else _causal_conv if causal else _conv
+        return _as_it_is if module.kernel_size[-2] == 1 else _conv if _padded(module) is None else _causal_conv
     return None
+
+
+def _padded(module: Any) -> tuple[int, ...] | None:
+    """What a convolution pads by itself, columns first; None: it has PyTorch's padding."""
+    return getattr(module, "_padding", None) or getattr(module, "spatial_pad", None)
 
 
 def _several(out: Any) -> tuple[Any, ...]:
@@ -181,15 +196,16 @@ def _reflected(x: Tensor, before: int, after: int) -> Tensor:
 def _causal_conv(
     rows: RowDecoder, module: Any, own: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None
 ) -> Tensor:
-    """The same over rows and columns; over frames it has what it kept of earlier ones."""
-    width = module._padding[2]
+    """The same over rows and columns, which it pads by itself; over frames it may have kept some of earlier ones."""
+    width = _padded(module)[2]
     if rows.grid is None:
-        return own(x, cache_x)
+        return own(x) if cache_x is None else own(x, cache_x)
     kept = 0 if cache_x is None else cache_x.shape[2]
     x = x if cache_x is None else torch.cat([cache_x.to(x.device), x], 2)
     before, after = rows.rows(x.shape[-2]).halo(x, -2, width).wait()
     wide = torch.cat([before, x, after], -2)
-    return own(wide[:, :, kept:], wide[:, :, :kept] if kept else None)[..., width:-width, :]
+    y = own(wide[:, :, kept:], wide[:, :, :kept]) if kept else own(wide)
+    return y[..., width:-width, :]
 
 
 def _linear_attention(

@@ -1,7 +1,7 @@
-"""Decoders of videos whose attention sees no later frames, by rows: HunyuanVideo's and HunyuanVideo 1.5's.
+"""The decoders of HunyuanVideo, HunyuanVideo 1.5 and HunyuanImage's refiner by rows.
 
-Their convolutions repeat the border's row; a rank's rows of frame f attend to everybody's rows of the frames up to f,
-frame by frame, so that no mask of tokens by tokens is made.
+Their convolutions repeat the border's row. Where attention sees no later frames (the videos'), a rank's rows of frame f
+attend to everybody's rows of the frames up to f, frame by frame, so that no mask of tokens by tokens is made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ...context import GridLayout
 from ...errors import UnsupportedError
 
-CONVOLUTIONS = ("HunyuanVideoCausalConv3d", "HunyuanVideo15CausalConv3d")
+CONVOLUTIONS = ("HunyuanVideoCausalConv3d", "HunyuanVideo15CausalConv3d", "HunyuanImageRefinerCausalConv3d")
+BLOCKS = ("HunyuanVideo15AttnBlock", "HunyuanImageRefinerAttnBlock")
 
 
 class DecoderRows(Protocol):
@@ -32,6 +33,8 @@ class DecoderRows(Protocol):
     frames: int | None
 
     def rows(self, local: int, each: int = 1) -> GridLayout: ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor: ...
 
 
 def repeating_conv(rows: DecoderRows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -79,10 +82,11 @@ def middle(rows: DecoderRows, module: nn.Module) -> Callable[..., Tensor]:
 
 
 def attention_block(rows: DecoderRows, module: Any, own: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """HunyuanVideo 1.5's ``[B, C, frames, rows, columns]``, of one head."""
+    """A block ``[B, C, frames, rows, columns]`` of one head; HunyuanVideo 1.5's sees no later frames."""
     if rows.grid is None:
         return own(x)
-    normed, rows.frames = module.norm(x), x.shape[2]
+    normed = module.norm(x)
+    rows.frames = x.shape[2] if hasattr(module, "prepare_causal_attention_mask") else None
     q, k, v = (layer(normed).flatten(2).mT[:, :, None] for layer in (module.to_q, module.to_k, module.to_v))
-    o = frames_attention(rows, q, k, v)[:, :, 0].mT.unflatten(2, x.shape[2:])
+    o = rows.attend(q, k, v, None)[:, :, 0].mT.unflatten(2, x.shape[2:])
     return module.proj_out(o) + x

@@ -22,8 +22,7 @@ class DenoiserCall:
         streams, keys: its tokens, and the keys its blocks see.
         masked: the mask that the last block got.
         batch: its rows.
-        ahead: streams that a module before the blocks has cut, so that no block gets them whole.
-        started: whether a block has run; refined: the lists of refiners of which one has.
+        started: whether a block has run, refiners aside.
         residual: a residual that came with the call, and its number of tokens.
         how: keywords of its attention: kernel and wire.
         rotary: the rotary embedding of the block under way, where its keys go first.
@@ -35,8 +34,6 @@ class DenoiserCall:
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
         self.streams, self.batch, self.started = Streams(cp.rank, cp.size), batch, False
-        self.refined: set[str] = set()
-        self.ahead: set[str] = set()
         self.residual: tuple[str, int] | None = None
         self.how: dict[str, Any] = {}
         self.keys = BlockKeys(cp, layouts, self.streams)

@@ -17,9 +17,12 @@ from .plans import BlockPlan, ModelPlan
 def blocks_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.Module, str]]:
     """The name of each module that is given a part of its tokens, the module, and its class's name in the plan. Those
     of refiners are not among them."""
-    for path, kind in plan.blocks.items():
+    for place, kind in plan.blocks.items():
+        path, _, inside = place.partition(".*.")
         found = _at(model, path)
-        if isinstance(found, nn.ModuleList):
+        if isinstance(found, nn.ModuleList) and inside:
+            yield from ((f"{path}.{n}.{inside}", _at(block, inside), kind) for n, block in enumerate(found))
+        elif isinstance(found, nn.ModuleList):
             yield from ((f"{path}.{n}", block, kind) for n, block in enumerate(found))
         elif isinstance(found, nn.ModuleDict):
             yield from ((f"{path}.{n}", block, kind) for n, block in found.items())

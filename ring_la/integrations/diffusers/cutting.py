@@ -12,7 +12,7 @@ from ...errors import ArgumentError
 from .call import DenoiserCall
 from .compare import mapped, tensors_in
 from .keys import GivenMask
-from .plans import IMAGE, BlockPlan, KeyMask, Role, SliceCount, SliceRows, TokenRows
+from .plans import IMAGE, BlockPlan, KeyMask, Role, SliceCount, SliceRows, TokenCount, TokenRows
 from .processors import EveryKey
 
 
@@ -44,7 +44,7 @@ def take_mask(call: DenoiserCall, where: str, role: KeyMask, x: Any) -> Any:
 
 def start(call: DenoiserCall, spec: BlockPlan, given: Mapping[str, Any]) -> None:
     """Before the first block of a call, or the first with another stream: how many tokens there are."""
-    known = tuple(call.streams.sizes) if call.started else tuple(call.ahead)
+    known = tuple(call.streams.sizes) if call.started else tuple(call.streams.ahead)
     sizes, residual = sizes_of(call, spec, given, known), call.residual
     if not call.started and residual is not None and residual[1] != sizes.get("image"):
         raise ArgumentError(residual[0], f"{sizes.get('image')} tokens, as the image has", residual[1])
@@ -57,9 +57,18 @@ def sizes_of(
 ) -> dict[str, int]:
     """How many tokens of each stream a block is given, but of the `known` ones."""
     sizes: dict[str, int] = {}
-    for argument, stream, dim in whole_streams(spec):
+    there = {n: x for n, x in given.items() if x is not None}
+    told = [(n, stream, there[n].shape[dim]) for n, stream, dim in whole_streams(spec) if n in there]
+    told += [(n, r.stream, there[n]) for n, r in spec.arguments.items() if isinstance(r, TokenCount) and n in there]
+    for argument, stream, tokens in told:
         if stream not in sizes and stream not in known:
-            sizes[stream] = enough(call, argument, stream, given[argument].shape[dim])
+            sizes[stream] = enough(call, argument, stream, tokens)
+    for argument, role in spec.arguments.items():
+        if isinstance(role, TokenRows) and argument in there:
+            left = [s for s in role.streams if s not in sizes and s not in known]
+            if len(left) == 1:
+                others = sum((call.streams.sizes | sizes)[s] for s in role.streams if s != left[0])
+                sizes[left[0]] = there[argument].shape[role.dim] - others
     return sizes
 
 
@@ -78,6 +87,15 @@ def enough(call: DenoiserCall, name: str, stream: str, tokens: int) -> int:
     return tokens
 
 
+def ahead(call: DenoiserCall, name: str, role: TokenRows, x: Tensor) -> None:
+    """Note a stream that a module before the blocks cuts, so that no block gets it whole."""
+    (stream,), tokens, streams = role.streams, x.shape[role.dim], call.streams
+    if stream in streams.ahead and streams.sizes[stream] != tokens:
+        raise ArgumentError(name, f"{streams.sizes[stream]} tokens of {stream}, as before in this call", tokens)
+    streams.note({stream: enough(call, name, stream, tokens)})
+    streams.ahead.add(stream)
+
+
 def part_of(call: DenoiserCall, name: str, x: Any, role: Role, keep: bool = False) -> Any:
     """This rank's tokens of an argument; with `keep` those of whole rows are cut once a call."""
     if role is None or x is None:
@@ -89,6 +107,8 @@ def part_of(call: DenoiserCall, name: str, x: Any, role: Role, keep: bool = Fals
     if isinstance(role, dict):
         return {key: part_of(call, name, x[key], part, keep) for key, part in role.items()}
     streams = call.streams
+    if isinstance(role, TokenCount):
+        return streams.local(role.stream)
     if isinstance(role, SliceCount):
         return call.grid.local_shape[0]  # type: ignore[union-attr]
     if isinstance(role, SliceRows):

@@ -34,9 +34,14 @@ ROWS = frozenset(
     face_pixel_values audio_hidden_states audio_encoder_hidden_states audio_timestep sigma audio_sigma video_coords
     audio_encoder_attention_mask audio_coords encoder_hidden_states_2 encoder_attention_mask_2
     perturbation_mask x t cap_feats r_timestep text_encoder_layers context_latents shape_list
-    latents_clean latents_history_2x latents_history_4x joint_attention_kwargs""".split()
+    latents_clean latents_history_2x latents_history_4x joint_attention_kwargs
+    timesteps encoder_hidden_states_llama3 pooled_embeds encoder_mask
+    indices_hidden_states indices_latents_history_short indices_latents_history_mid indices_latents_history_long
+    latents_history_short latents_history_mid latents_history_long visual_token_type_ids""".split()
 )
 """Arguments of models with a row for each of the batch; others are the same for all rows."""
+LAYERS = frozenset(("encoder_hidden_states_llama3",))
+"""Those whose first dimension is layers, the second rows."""
 
 
 class Guidance:
@@ -93,7 +98,7 @@ class Guidance:
         each = batch // self.axis.size
         mine = slice(self.axis.rank * each, (self.axis.rank + 1) * each)
         shared = {"timestep"} if "timestep_indices" in given else set()  # MiniMax-H3's steps are no rows
-        cut = {name: _cut(x, batch, mine, listed) if name in ROWS - shared else x for name, x in given.items()}
+        cut = {name: x if name in shared else rows_of(name, x, batch, mine, listed) for name, x in given.items()}
         split.deciding = (split.cp.comm, self.axis.comm)
         try:
             out = forward(**cut)
@@ -165,6 +170,13 @@ def guided_class(kind: type[nn.Module]) -> type[nn.Module]:
         return self._ring_la_guidance.call(lambda **cut: kind.__call__(self, **cut), given, split)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def rows_of(name: str, x: object, batch: int, mine: slice, listed: bool) -> object:
+    """The rows of an argument; `listed`: latents are lists of tensors."""
+    if name in LAYERS and isinstance(x, Tensor):
+        return x[:, mine]
+    return _cut(x, batch, mine, listed) if name in ROWS else x
 
 
 def _cut(x: object, batch: int, mine: slice, listed: bool) -> object:

@@ -22,7 +22,7 @@ from .caches import check_hooks
 from .call import DenoiserCall
 from .checks import check_call
 from .compare import InputComparison, WholeImage, mapped, tensors_in
-from .cutting import cut, enough, part_of, residuals, sizes_of, start
+from .cutting import ahead, cut, part_of, residuals, sizes_of, start
 from .kernels import kernel_named
 from .keys import GivenMask
 from .layer_hooks import LayerHooks
@@ -164,16 +164,15 @@ class SplitDenoiser:
         path: str,
         spec: BlockPlan,
         names: tuple[str, ...],
+        first: bool,
         block: nn.Module,
         args: tuple,
         keywords: Mapping[str, Any],
     ) -> tuple[tuple, dict[str, Any]]:
-        """The same before one of a list of refiners."""
+        """The same before one of a list of refiners; `first`: of the list."""
         given = {**dict(zip(names, args)), **keywords}
-        first = path not in self.call.refined
         if first:
             self.call.streams.note(sizes_of(self.call, spec, given))
-            self.call.refined.add(path)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
 
     def split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: Any) -> Any:
@@ -183,9 +182,7 @@ class SplitDenoiser:
         output = list(output)
         for n, role in roles.items():
             if isinstance(role, TokenRows):
-                (stream,), tokens = role.streams, output[n].shape[role.dim]
-                self.call.streams.note({stream: enough(self.call, type(module).__name__, stream, tokens)})
-                self.call.ahead.add(stream)
+                ahead(self.call, type(module).__name__, role, output[n])
             if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
@@ -227,7 +224,7 @@ class SplitDenoiser:
         return torch.cat([others, output], 1)
 
     def refined(self, stream: str, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        """Behind the last of some refiners: all their tokens, of which every rank takes its own again."""
+        """Behind a refiner: all its tokens, of which every rank takes its own again."""
         return self.layouts.of(self.call.streams.counts([stream])).gather(output, 1)
 
     def gather(self, module: nn.Module, args: tuple, output: Any, stream: str | None = None) -> Any:
@@ -238,7 +235,8 @@ class SplitDenoiser:
         if stream is not None or self.plan.last == "":
             return mapped(output, lambda x: self._whole(x, stream or "image"))
         if isinstance(output, tuple):
-            return tuple(self._whole(x, stream) for x, stream in zip(output, self.plan.returned, strict=True))
+            streams = zip(output, self.plan.returned, strict=True)
+            return tuple(x if x is None else self._whole(x, stream) for x, stream in streams)
         return self._whole(output, self.plan.returned[0])
 
     def _whole(self, x: Tensor, stream: str) -> Tensor:

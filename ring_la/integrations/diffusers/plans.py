@@ -18,7 +18,8 @@ FRONT, REAR = ("text", "image"), ("image", "text")
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A tensor with the tokens of `streams` along `dim`; or several, one after the other."""
+    """A tensor with the tokens of `streams` along `dim`; or several, one after the other. Of several, one that nothing
+    else tells the length of is what the others leave."""
 
     streams: tuple[str, ...]
     dim: int = 1
@@ -68,10 +69,17 @@ class SliceCount:
     """How many slices of the grid there are, an int."""
 
 
+@dataclass(frozen=True)
+class TokenCount:
+    """How many tokens a stream has, an int."""
+
+    stream: str
+
+
 SAME = None
 """An argument that is the same for all tokens."""
 
-Role = TokenRows | KeyMask | TimeSteps | SliceRows | SliceCount | tuple | dict | None
+Role = TokenRows | TokenCount | KeyMask | TimeSteps | SliceRows | SliceCount | tuple | dict | None
 
 
 @dataclass(frozen=True)
@@ -129,10 +137,12 @@ class RefinerPlan:
     Attributes:
         kind: the name of their class.
         block: its plan; the tokens are along dimension 1 of the output, and of one stream.
+        added: whether something may be added between them, to tokens that are whole behind each of them then.
     """
 
     kind: str
     block: BlockPlan
+    added: bool = False
 
     @property
     def stream(self) -> str:
@@ -168,7 +178,7 @@ class ModelPlan:
 
     Attributes:
         blocks: its lists of blocks (or single modules that take tokens) by path, in the order of their calls, and what
-            their classes are called.
+            their classes are called. "list.*.part": a part of each in a list.
         classes: these blocks.
         inputs: arguments of its forward that may be given; others must be left as they are by default.
         outputs: roles of what other modules of it, or of lists of them, return, by path and index; 0 is a tensor alone.

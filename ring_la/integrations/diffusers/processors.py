@@ -65,7 +65,7 @@ def _dispatch(name: str, attend: Attend) -> Callable:
         given = dict(
             attention_kwargs=attention_kwargs, parallel_config=parallel_config
         )  # the kernel is taken elsewhere
-        _refuse(name, None if isinstance(attn_mask, EveryKey) else attn_mask, dropout_p, is_causal, **given)
+        _refuse(name, attn_mask, dropout_p, is_causal, **given)
         return attend(query, key, value, scale)
 
     return dispatch_attention_fn
@@ -86,8 +86,10 @@ class _Functional:
     def scaled_dot_product_attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
-        """Its tensors are ``[B, H, T, D]``."""
+        """Its tensors are ``[B, H, T, D]``, or of one head ``[B, T, D]``."""
         _refuse(self._name, attn_mask, dropout_p, is_causal)
+        if query.dim() == 3:
+            return self._attend(query[:, :, None], key[:, :, None], value[:, :, None], scale)[:, :, 0]
         out = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
         return out.transpose(1, 2)
 
@@ -103,12 +105,12 @@ class EveryKey:
     def view(self, *shape: int) -> EveryKey:
         return self
 
-    repeat = transpose = __and__ = view
+    repeat = expand = transpose = __and__ = view
 
 
 def _refuse(name: str, attn_mask, dropout_p, is_causal, **others: object) -> None:
     """Masks are taken where they come into a block; no model here has the rest."""
     given = dict(attn_mask=attn_mask, dropout_p=dropout_p or None, is_causal=is_causal or None) | others
     for argument, value in given.items():
-        if value is not None:
+        if value is not None and not isinstance(value, EveryKey):
             raise UnsupportedError(argument, "attention without it on a split sequence", f"it is given in {name}")

@@ -71,12 +71,14 @@ class Streams:
         shapes: of each stream a tensor of nothing whose second dimension is that number. A compiler takes a number that
             it reaches by a global name for a constant, and compiles anew for each, but not a dimension.
         unit: the image's tokens that stay together, a slice of its grid.
+        ahead: streams that a module before the blocks has cut, so that no block gets them whole.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.unit = rank, ranks, 1
         self.sizes: dict[str, int] = {}
         self.shapes: dict[str, Tensor] = {}
+        self.ahead: set[str] = set()
 
     def note(self, sizes: Mapping[str, int]) -> None:
         """So many tokens there are of some streams."""
@@ -103,22 +105,26 @@ class Streams:
         return stop - start
 
     def shard(self, name: str, x: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
-        """This rank's tokens of a whole `x`; what has this rank's tokens alone stays.
+        """This rank's tokens of a whole `x`; what has this rank's tokens alone stays, and so do the parts of streams
+        that were cut ahead.
 
         Args:
             name: the argument that `x` is, for the error of another length.
         """
-        sizes = [self.sizes[s] for s in streams]
+        sizes, local = [self.sizes[s] for s in streams], [self.local(s) for s in streams]
+        beside = [mine if s in self.ahead else n for s, n, mine in zip(streams, sizes, local)]
         got, whole = x.shape[dim] if x.dim() > dim else None, sum(sizes)
-        local = sum([self.local(s) for s in streams])
-        if got == local:
+        if got == sum(local):
             return x
-        if got != whole:
+        if got not in (whole, sum(beside)):
             tokens = " and ".join(streams)
-            expected = f"{whole} tokens of {tokens} in dimension {dim}, or this rank's {local}"
+            expected = f"{whole} tokens of {tokens} in dimension {dim}, or this rank's {sum(local)}"
             raise ArgumentError(name, expected, list(x.shape))
+        came = sizes if got == whole else beside
         parts = []
-        for part, n, unit in zip(x.split(sizes, dim), sizes, self.units(streams)):
-            start, stop = bounds(n, self.rank, self.ranks, unit)
-            parts.append(part.narrow(dim, start, stop - start))
+        for part, n, stream in zip(x.split(came, dim), came, streams):
+            if n == self.sizes[stream]:
+                start, stop = bounds(n, self.rank, self.ranks, *self.units([stream]))
+                part = part.narrow(dim, start, stop - start)
+            parts.append(part)
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import torch
+import torch.nn.functional as F
 from diffusers import (
+    CosmosControlNetModel,
     FluxControlNetModel,
     HunyuanDiT2DControlNetModel,
     HunyuanVideo15Transformer3DModel,
@@ -14,6 +19,7 @@ from diffusers import (
     SD3ControlNetModel,
     WanAnimateTransformer3DModel,
     WanVACETransformer3DModel,
+    ZImageControlNetModel,
     ZImageTransformer2DModel,
 )
 from torch import nn
@@ -24,11 +30,23 @@ from .joint_models import JOINT_CASES, flux, qwen, sd3
 from .linear_models import LINEAR_CASES
 
 
-def z_image() -> tuple[nn.Module, dict[str, object]]:
-    sizes = dict(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=12)
+def z_image(refiners: int = 1) -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(in_channels=4, dim=32, n_layers=2, n_refiner_layers=refiners, n_heads=2, n_kv_heads=2, cap_feat_dim=12)
     model = ZImageTransformer2DModel(axes_dims=[4, 4, 8], axes_lens=[128, 16, 16], **sizes)
     inputs = dict(x=[draw(4, 1, 6, 10), draw(4, 1, 14, 10)], t=step() / 1000, cap_feats=[draw(TEXT, 12), draw(3, 12)])
     return model, inputs | dict(controlnet_block_samples={0: draw(B, 96, 32), 1: draw(B, 96, 32)})
+
+
+def z_image_control() -> tuple[nn.Module, dict[str, object]]:
+    """With the transformer's own refiners, between which it adds residuals."""
+    places = dict(control_layers_places=[0, 1], control_refiner_layers_places=[0, 1])
+    sizes = dict(control_in_dim=4, dim=32, n_refiner_layers=2, n_heads=2, n_kv_heads=2)
+    model = ZImageControlNetModel(add_control_noise_refiner="control_noise_refiner", **places, **sizes)
+    transformer, inputs = z_image(2)
+    ZImageControlNetModel.from_transformer(model, transformer)
+    model.gradient_checkpointing = False  # which the library asks for
+    del inputs["controlnet_block_samples"]
+    return model, inputs | dict(control_context=[draw(4, 1, 6, 10), draw(4, 1, 14, 10)], conditioning_scale=0.7)
 
 
 def hunyuan15() -> tuple[nn.Module, dict[str, object]]:
@@ -138,6 +156,19 @@ def hunyuan_dit_control() -> tuple[nn.Module, dict[str, object]]:
     return model, CROSS_CASES["hunyuan dit"]()[1] | dict(controlnet_cond=draw(B, 4, 6, 6), conditioning_scale=0.7)
 
 
+def cosmos_control() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(num_attention_heads=2, attention_head_dim=16, in_channels=7, latent_channels=6, model_channels=32)
+    dims = dict(text_embed_dim=12, adaln_lora_dim=4, max_size=(4, 8, 8), mlp_ratio=1, n_controlnet_blocks=2)
+    inputs = dict(controls_latents=draw(B, 4, 3, 6, 6), latents=draw(B, 4, 3, 6, 6), timestep=step())
+    inputs |= dict(encoder_hidden_states=draw(B, TEXT, 12), condition_mask=draw(B, 1, 3, 6, 6))
+    inputs |= dict(padding_mask=torch.zeros(1, 1, 6, 6).double(), conditioning_scale=[1.0, 0.7])
+    library = sys.modules[CosmosControlNetModel.__module__]
+    if not hasattr(library, "transforms"):  # torchvision's, of which it takes one function
+        nearest = SimpleNamespace(resize=lambda x, size, interpolation: F.interpolate(x, size, mode=interpolation))
+        library.transforms = SimpleNamespace(functional=nearest, InterpolationMode=SimpleNamespace(NEAREST="nearest"))
+    return CosmosControlNetModel(**sizes, **dims), inputs
+
+
 def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
 
     model, inputs = cosmos(controlnet_block_every_n=1)
@@ -146,6 +177,7 @@ def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
 
 CONTROL_CASES: dict[str, Case] = {
     "z-image": z_image,
+    "z-image control": z_image_control,
     "hunyuan 1.5": hunyuan15,
     "ltx2": ltx2,
     "ltx2, steps": lambda: ltx2(True),
@@ -160,6 +192,7 @@ CONTROL_CASES: dict[str, Case] = {
     "sana control": sana_control,
     "sana, residuals": with_residuals("sana", "controlnet_block_samples", 16, 1),
     "cosmos, residuals": cosmos_residuals,
+    "cosmos control": cosmos_control,
     "hunyuan dit control": hunyuan_dit_control,
     "hunyuan dit, residuals": with_residuals("hunyuan dit", "controlnet_block_samples", 16, 1, 9),
     "qwen, residuals": with_residuals("qwen, masked", "controlnet_block_samples", 32, 2),

@@ -12,6 +12,7 @@ from diffusers import (
     HunyuanDiT2DModel,
     Kandinsky5Transformer3DModel,
     LTXVideoTransformer3DModel,
+    LuminaNextDiT2DModel,
     PixArtTransformer2DModel,
     PRXTransformer2DModel,
     SkyReelsV2Transformer3DModel,
@@ -147,6 +148,15 @@ def prx() -> tuple[nn.Module, dict[str, object]]:
     return PRXTransformer2DModel(axes_dim=[8, 8], mlp_ratio=2.0, **sizes), given
 
 
+def lumina_next() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(sample_size=6, in_channels=4, hidden_size=32, num_layers=2, num_attention_heads=4, num_kv_heads=2)
+    mask = torch.ones(B, TEXT)
+    mask[0, 3:] = 0
+    given = latents(6, 10) | dict(encoder_mask=mask, cross_attention_kwargs={})
+    rotary = torch.polar(torch.ones(8, 8, 4), torch.randn(8, 8, 4))
+    return LuminaNextDiT2DModel(cross_attention_dim=12, multiple_of=8, **sizes), given | dict(image_rotary_emb=rotary)
+
+
 CROSS_CASES: dict[str, Case] = {
     "prx": prx,
     "wan": wan,
@@ -166,4 +176,5 @@ CROSS_CASES: dict[str, Case] = {
     "cosmos, steps": lambda: cosmos(True),
     "cosmos, learned": lambda: cosmos(learned=True),
     "stable audio": stable_audio,
+    "lumina next": lumina_next,
 }

@@ -10,8 +10,9 @@ from .cross_models import CROSS_CASES
 from .inputs import Case
 from .joint_models import JOINT_CASES
 from .linear_models import LINEAR_CASES
+from .streams_models import ROUNDED_STREAMS, STREAM_CASES
 
-CASES: dict[str, Case] = LINEAR_CASES | JOINT_CASES | CROSS_CASES | CONTROL_CASES
+CASES: dict[str, Case] = LINEAR_CASES | JOINT_CASES | CROSS_CASES | CONTROL_CASES | STREAM_CASES
 
 SINGLE = ("cosmos, learned",)
 """Cases whose models take nothing but fp32."""
@@ -32,7 +33,9 @@ ROUNDED = (
     "krea2",
     "cosmos",
     "consisid",
+    "lumina next",
     *ROUNDED_CONTROL,
+    *ROUNDED_STREAMS,
 )
 """Cases whose norms, steps or rotations are in fp32 whatever the model is in."""
 

@@ -15,12 +15,16 @@ from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLWan,
+    AutoencoderTiny,
     FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
     FluxControlNetPipeline,
     FluxImg2ImgPipeline,
     FluxInpaintPipeline,
     FluxPipeline,
+    HeliosPipeline,
+    HeliosScheduler,
+    HiDreamImagePipeline,
     MagCacheConfig,
     SanaPipeline,
     StableDiffusion3Pipeline,
@@ -29,6 +33,7 @@ from diffusers import (
 
 import ring_la
 from ring_la.integrations.diffusers import parallelize, restore
+from ring_la.integrations.diffusers.catalogue import find_plan
 from tests.support.attention_cases import error
 from tests.support.pool import Ranks, group
 
@@ -36,12 +41,14 @@ from .control_models import flux_control
 from .cross_models import wan
 from .joint_models import flux, sd3
 from .linear_models import sana
+from .streams_models import helios, hidream
 
 RATIOS = [1.0, 1.1, 0.9, 1.0, 1.0, 1.0]
 
 
 FLUX = {
     "flux": FluxPipeline,
+    "flux tiny": FluxPipeline,
     "flux callback": FluxPipeline,
     "flux LoRA": FluxPipeline,
     "flux from an image": FluxImg2ImgPipeline,
@@ -76,6 +83,9 @@ def make(name: str) -> tuple:
     text = dict(text_encoder=None, tokenizer=None)
     if name in FLUX:
         parts = dict(vae=drawn(autoencoder(1)), transformer=drawn(flux()[0]), text_encoder_2=None, tokenizer_2=None)
+        if name == "flux tiny":
+            sizes = dict(encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), latent_channels=1)
+            parts["vae"] = drawn(AutoencoderTiny(num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1), **sizes))
         if name == "flux control":
             parts |= dict(controlnet=drawn(flux_control()[0]))
         pipe = FLUX[name](scheduler, **parts, **text)
@@ -103,6 +113,24 @@ def make(name: str) -> tuple:
         call = {n: torch.randn(1, 5, 12) for n in names}
         call |= {n: torch.randn(1, 6) for n in ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")}
         call |= dict(height=12, width=12, num_inference_steps=3)
+    elif name == "hidream":
+        text |= {f"{part}_{n}": None for n in (2, 3, 4) for part in ("text_encoder", "tokenizer")}
+        transformer = drawn(hidream(10)[0])
+        pipe = HiDreamImagePipeline(scheduler, drawn(autoencoder(4)), transformer=transformer, **text)
+        pipe.default_sample_size = 6
+        call = {f"{which}prompt_embeds_t5": torch.randn(1, 5, 8) for which in ("", "negative_")}
+        call |= {f"{which}prompt_embeds_llama3": torch.randn(4, 1, 5, 12) for which in ("", "negative_")}
+        call |= {f"{which}pooled_prompt_embeds": torch.randn(1, 6) for which in ("", "negative_")}
+        call |= dict(height=12, width=20, num_inference_steps=3)
+    elif name == "helios":
+        parts = dict(
+            vae=drawn(video_autoencoder()), transformer=drawn(helios()[0]), scheduler=HeliosScheduler(stages=1)
+        )
+        pipe = HeliosPipeline(**parts, **text)
+        pipe.vae_scale_factor_spatial = 2
+        call = {n: torch.randn(1, 5, 12) for n in ("prompt_embeds", "negative_prompt_embeds")}
+        call |= dict(height=32, width=16, num_frames=9, num_inference_steps=2, num_latent_frames_per_chunk=3)
+        call |= dict(history_sizes=[4, 2, 1])
     elif name == "sana":
         vae = AutoencoderDC(
             latent_channels=4,
@@ -142,7 +170,9 @@ def check(rank: int, P: int, name: str, how: dict) -> list[str]:
         pipe.transformer.enable_cache(cache)
     want = image(pipe, call)
     ran: list[int] = []
-    counted = pipe.transformer.proj_out.register_forward_hook(lambda *x: ran.append(1))
+    counted = pipe.transformer.get_submodule(find_plan(pipe.transformer).last).register_forward_hook(
+        lambda *x: ran.append(1)
+    )
     parallelize(pipe, cp, **how.get("split", {}))
     for again in (1, 2):
         e = error(image(pipe, call), want)
@@ -161,6 +191,8 @@ CASES = {
     "flux, decoder by rows": (3, "flux", dict(split=dict(vae=True), back=True)),
     "flux, First Block Cache": (2, "flux", dict(cache=FirstBlockCacheConfig(threshold=0.3))),
     "flux, MagCache": (2, "flux", dict(cache=MagCacheConfig(0.3, num_inference_steps=6, mag_ratios=RATIOS))),
+    "flux, tiny decoder": (3, "flux tiny", dict(split=dict(vae=True), back=True)),
+    "hidream, guidance by rows": (4, "hidream", dict(split=dict(cfg=2, vae=True), back=True)),
     "sd3, guidance by rows": (4, "sd3", dict(split=dict(cfg=2, vae=True), back=True)),
     "flux, from an image": (3, "flux from an image", dict(split=dict(vae=True), back=True)),
     "flux, inpaint": (2, "flux inpaint", dict(split=dict(vae=True))),
@@ -171,6 +203,7 @@ CASES = {
     "flux, LoRA on three": (3, "flux LoRA", {}),
     "sana, decoder by rows": (3, "sana", dict(split=dict(vae=True), back=True)),
     "sana, guidance by rows": (4, "sana", dict(split=dict(cfg=2, vae=True))),
+    "helios, guidance by calls": (4, "helios", dict(split=dict(cfg=2, vae=True), back=True)),
     "wan, guidance by calls": (4, "wan", dict(split=dict(cfg=2, vae=True), back=True, ran=8)),
 }
 

@@ -20,6 +20,7 @@ from ring_la.integrations.diffusers import AttentionPlan, BlockPlan, ModelPlan, 
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
+from .control_models import z_image, z_image_control
 from .models import make
 
 
@@ -246,3 +247,34 @@ def check_own(rank: int, average: bool) -> list[float]:
 @pytest.mark.parametrize("average", [False, True])
 def test_a_plan_of_ones_own(ranks, average):
     assert all(e < 1e-12 for errors in ranks.run(3, check_own, average) for e in errors)
+
+
+def check_shared_refiners(rank: int) -> list[str]:
+    """A ControlNet that calls the transformer's own refiners, with images of two sizes: it whole, and split as well."""
+    torch.manual_seed(0)
+    net, inputs = z_image_control()
+    model, _ = z_image(2)
+    net.from_transformer(net, model)
+    for parameter in (*net.double().parameters(), *model.double().parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    context, cp = inputs.pop("control_context"), ring_la.ContextParallel(group(2), scan="ring", timeout=60)
+
+    def images() -> torch.Tensor:
+        out = []
+        for rows in (6, 4):
+            given = inputs | dict(x=[x[:, :, :rows] for x in inputs["x"]])
+            residuals = net(**given, control_context=[x[:, :, :rows] for x in context])
+            del given["conditioning_scale"]
+            out += [x.flatten() for x in model(**given, controlnet_block_samples=residuals).sample]
+        return torch.cat(out)
+
+    with torch.no_grad():
+        want, errors = images(), []
+        for each in (model, net):
+            parallelize(each, cp)
+            errors.append(error(images(), want))
+    return [f"{e:.1e}" for e in errors if e > 1e-9]
+
+
+def test_a_controlnet_may_share_refiners(ranks):
+    assert ranks.run(2, check_shared_refiners) == [[], []]

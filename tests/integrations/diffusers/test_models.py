@@ -18,7 +18,7 @@ from ring_la.errors import RingLAError
 from ring_la.integrations.diffusers import PLANS, parallelize, restore
 from ring_la.integrations.diffusers.catalogue import find_plan
 from ring_la.integrations.diffusers.compare import tensors_in
-from ring_la.integrations.diffusers.guidance import ROWS, _cut
+from ring_la.integrations.diffusers.guidance import rows_of
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
@@ -78,7 +78,7 @@ def test_every_model_is_that_of_one_process(ranks, name):
 
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_any_number_of_ranks_is_one_process(ranks, P):
-    for name in ("flux", "hunyuan", "sana", "sana video", "sana wm"):
+    for name in ("flux", "hunyuan", "sana", "sana video", "sana wm", "hidream", "helios"):
         bad = ranks.run(P, check_model, P, name, {})
         assert not any(bad), (name, bad)
 
@@ -247,6 +247,10 @@ def check_refusals(rank: int) -> list[str]:
         other, given = make(name)
         parallelize(other, cp)
         expect("which every rank must be given", lambda: other(**given | {argument: one}))  # noqa: B023
+    other, given = make("hidream")
+    parallelize(other, cp)
+    longer = given | dict(encoder_hidden_states_t5=torch.zeros(2, 6, 8, dtype=torch.float64))
+    expect("expected 5 tokens of text, as before in this call, got 6", lambda: other(**longer))
     model.set_attn_processor(type(before["processor"])())
     expect("set afterwards", lambda: model(**inputs))
     return bad
@@ -275,7 +279,7 @@ def rows_apart(name: str) -> float:
 
     whole, found = answer(given), []
     for mine in (slice(0, batch // 2), slice(batch // 2, batch)):
-        got = answer({n: _cut(x, batch, mine, listed) if n in ROWS else x for n, x in given.items()})
+        got = answer({n: rows_of(n, x, batch, mine, listed) for n, x in given.items()})
         want = whole[mine] if listed else [x[mine] for x in whole]
         found += [error(a, b) for a, b in zip(got, want, strict=True)]
     return max(found)

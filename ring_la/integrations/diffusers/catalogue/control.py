@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
-from .cross import HUNYUAN_DIT, HUNYUAN_DIT_INPUTS, WAN
+from .cross import COSMOS, HUNYUAN_DIT, HUNYUAN_DIT_INPUTS, WAN
 from .flux import COMMON, FLUX
 from .joint import QWEN, SD3
 
@@ -39,6 +39,16 @@ CONTROL: Mapping[str, ModelPlan] = {
     ),
     "HunyuanDiT2DControlNetModel": ModelPlan(
         {"blocks": "HunyuanDiTBlock"}, {"HunyuanDiTBlock": HUNYUAN_DIT}, (*HUNYUAN_DIT_INPUTS, *_control), last=""
+    ),
+    "CosmosControlNetModel": ModelPlan(
+        {"control_blocks": "CosmosTransformerBlock"},
+        {"CosmosTransformerBlock": COSMOS},
+        (
+            *("controls_latents", "latents", "timestep", "encoder_hidden_states", "condition_mask"),
+            *("conditioning_scale", "padding_mask", "attention_mask", "fps", "return_dict"),
+        ),
+        latents="latents",
+        last="",
     ),
     "WanVACETransformer3DModel": ModelPlan(
         {"vace_blocks": "WanVACETransformerBlock", "blocks": "WanTransformerBlock"},

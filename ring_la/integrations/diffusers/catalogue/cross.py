@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plans import FRONT, IMAGE, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, TimeSteps, TokenRows
+from ..plans import (
+    FRONT,
+    IMAGE,
+    SAME,
+    TEXT,
+    AttentionPlan,
+    BlockPlan,
+    KeyMask,
+    ModelPlan,
+    Role,
+    TimeSteps,
+    TokenCount,
+    TokenRows,
+)
 from .flux import COMMON
 
 WAN = BlockPlan(
@@ -104,7 +117,7 @@ _kandinsky5 = BlockPlan(
         "cross_attention": AttentionPlan(None, ("Kandinsky5AttnProcessor",)),
     },
 )
-_cosmos = BlockPlan(
+COSMOS = BlockPlan(
     {
         "hidden_states": TokenRows(IMAGE),
         "encoder_hidden_states": SAME,
@@ -147,6 +160,36 @@ _prx = BlockPlan(
         "attention_mask": KeyMask(TEXT),
     },
     {"attention": AttentionPlan(IMAGE, ("PRXAttnProcessor2_0",), keys=FRONT)},
+)
+_lumina_next = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "attention_mask": KeyMask(IMAGE, read=True),
+        "image_rotary_emb": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "encoder_mask": SAME,
+        "temb": SAME,
+        "cross_attention_kwargs": SAME,
+    },
+    {
+        "attn1": AttentionPlan(IMAGE, ("LuminaAttnProcessor2_0",)),
+        "attn2": AttentionPlan(None, ("LuminaAttnProcessor2_0",)),
+    },
+)
+
+# earlier frames stand before the video's in one sequence
+HISTORY = ("history", "image")
+_helios_tokens: dict[str, Role] = {
+    "hidden_states": TokenRows(HISTORY),
+    "temb": TokenRows(HISTORY),
+    "original_context_length": TokenCount("image"),
+}
+_helios = BlockPlan(
+    _helios_tokens | {"encoder_hidden_states": SAME, "rotary_emb": TokenRows(HISTORY)},
+    {
+        "attn1": AttentionPlan(HISTORY, ("HeliosAttnProcessor",)),
+        "attn2": AttentionPlan(None, ("HeliosAttnProcessor",)),
+    },
 )
 HUNYUAN_DIT_INPUTS = (
     *(*COMMON, "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5"),
@@ -211,7 +254,7 @@ CROSS: Mapping[str, ModelPlan] = {
     ),
     "CosmosTransformer3DModel": ModelPlan(
         {"transformer_blocks": "CosmosTransformerBlock", "norm_out": "CosmosAdaLayerNorm"},
-        {"CosmosTransformerBlock": _cosmos, "CosmosAdaLayerNorm": BlockPlan(_cosmos_norm, {})},  # type: ignore[arg-type]
+        {"CosmosTransformerBlock": COSMOS, "CosmosAdaLayerNorm": BlockPlan(_cosmos_norm, {})},  # type: ignore[arg-type]
         (*COMMON, "attention_mask", "fps", "condition_mask", "padding_mask"),
         residuals=("block_controlnet_hidden_states",),
     ),
@@ -233,5 +276,19 @@ CROSS: Mapping[str, ModelPlan] = {
         {"transformer_blocks": "AllegroTransformerBlock"},
         {"AllegroTransformerBlock": _allegro},
         (*COMMON, "encoder_attention_mask", "image_rotary_emb"),
+    ),
+    "LuminaNextDiT2DModel": ModelPlan(
+        {"layers": "LuminaNextDiTBlock"},
+        {"LuminaNextDiTBlock": _lumina_next},
+        (*COMMON, "encoder_mask", "image_rotary_emb"),
+        last="norm_out",
+    ),
+    "HeliosTransformer3DModel": ModelPlan(
+        {"blocks": "HeliosTransformerBlock", "norm_out": "HeliosOutputNorm"},
+        {"HeliosTransformerBlock": _helios, "HeliosOutputNorm": BlockPlan(_helios_tokens, {})},
+        (
+            *(*COMMON, "indices_hidden_states", "indices_latents_history_short", "indices_latents_history_mid"),
+            *("indices_latents_history_long", "latents_history_short", "latents_history_mid", "latents_history_long"),
+        ),
     ),
 }

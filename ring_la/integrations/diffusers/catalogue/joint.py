@@ -14,6 +14,7 @@ from ..plans import (
     BlockPlan,
     KeyMask,
     ModelPlan,
+    Role,
     StepPlan,
     TokenRows,
     WideLayer,
@@ -122,6 +123,22 @@ _ernie = BlockPlan(
     },
     {"self_attention": AttentionPlan(IMAGE, ("ErnieImageSingleStreamAttnProcessor",))},
 )
+# behind the image stand T5's text and two layers of Llama's, all of one length, of which the last is another in each
+# block. The mask is multiplied with the image's keys
+_HIDREAM = ("image", "text", "text", "text")
+
+
+def _hidream(streams: tuple[str, ...]) -> BlockPlan:
+    arguments: dict[str, Role] = {
+        "hidden_states": TokenRows(streams),
+        "hidden_states_masks": TokenRows(streams),
+        "encoder_hidden_states": TokenRows(_HIDREAM[1:]),
+        "temb": SAME,
+        "image_rotary_emb": TokenRows(_HIDREAM),
+    }
+    return BlockPlan(arguments, {"attn1": AttentionPlan(_HIDREAM, ("HiDreamAttnProcessor",))})
+
+
 JOINT: Mapping[str, ModelPlan] = {
     "SD3Transformer2DModel": ModelPlan(
         {"transformer_blocks": "JointTransformerBlock"},
@@ -136,6 +153,22 @@ JOINT: Mapping[str, ModelPlan] = {
         (*COMMON, "encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
         residuals=("controlnet_block_samples",),
         steps=StepPlan("time_text_embed", {"QwenImageTransformerBlock": ("img_mod.1", "txt_mod.1")}),
+    ),
+    "HiDreamImageTransformer2DModel": ModelPlan(
+        {
+            "double_stream_blocks.*.block": "HiDreamImageTransformerBlock",
+            "single_stream_blocks.*.block": "HiDreamImageSingleTransformerBlock",
+        },
+        {
+            "HiDreamImageTransformerBlock": _hidream(IMAGE),
+            "HiDreamImageSingleTransformerBlock": _hidream(_HIDREAM),
+        },
+        (
+            *("hidden_states", "timesteps", "encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
+            *("pooled_embeds", "return_dict"),
+        ),
+        outputs={"caption_projection": {0: TokenRows(TEXT)}},
+        last="final_layer",
     ),
     "CogVideoXTransformer3DModel": ModelPlan(
         {"transformer_blocks": "CogVideoXBlock"},

@@ -66,6 +66,17 @@ def _fibo2(streams: tuple[str, ...]) -> BlockPlan:
     return BlockPlan(arguments, attention | {"cross_attention": AttentionPlan(None, ("BriaFibo2AttnProcessor",))})
 
 
+# its tokens follow those of earlier blocks, which are stacked. The refiners are the transformer's, and split by it
+_z_control = BlockPlan(
+    {
+        "c": TokenRows(IMAGE, -2),
+        "x": TokenRows(IMAGE),
+        "attn_mask": KeyMask(IMAGE),
+        "freqs_cis": TokenRows(IMAGE),
+        "adaln_input": SAME,
+    },
+    {"attention": AttentionPlan(IMAGE, ("ZSingleStreamAttnProcessor",))},
+)
 _z_final = {"x": TokenRows(IMAGE), "c": SAME, "noise_mask": TokenRows(IMAGE), "c_noisy": SAME, "c_clean": SAME}
 _hunyuan_video15 = BlockPlan(
     {
@@ -97,10 +108,18 @@ REFINED: Mapping[str, ModelPlan] = {
         {"layers": "ZImageTransformerBlock", "all_final_layer": "FinalLayer"},
         {"ZImageTransformerBlock": _z_image(IMAGE), "FinalLayer": BlockPlan(_z_final, {})},
         ("x", "t", "cap_feats", "return_dict", "patch_size", "f_patch_size"),
-        refiners={"noise_refiner": RefinerPlan("ZImageTransformerBlock", _z_image(NOISE))},
+        refiners={"noise_refiner": RefinerPlan("ZImageTransformerBlock", _z_image(NOISE), added=True)},
         residuals=("controlnet_block_samples",),
         latents="x",
         last="all_final_layer",
+    ),
+    "ZImageControlNetModel": ModelPlan(
+        {"control_layers": "ZImageControlTransformerBlock"},
+        {"ZImageControlTransformerBlock": _z_control},
+        ("x", "t", "cap_feats", "control_context", "conditioning_scale", "patch_size", "f_patch_size"),
+        latents="x",
+        last="control_layers",
+        dim=-2,
     ),
     "HunyuanVideo15Transformer3DModel": ModelPlan(
         {"transformer_blocks": "HunyuanVideo15TransformerBlock"},

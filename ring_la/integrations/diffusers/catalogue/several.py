@@ -52,6 +52,26 @@ _minimax = BlockPlan(
     {"attn": AttentionPlan(IMAGE, ("MiniMaxH3AttnProcessor",))},
 )
 _minimax_norm = {"hidden_states": TokenRows(IMAGE), "temb": SAME, "timestep_indices": TokenRows(IMAGE, 0)}
+_kandinsky6 = BlockPlan(
+    {
+        "vis": TokenRows(IMAGE),
+        "aud": TokenRows(AUDIO),
+        "text_v": SAME,
+        "text_a": SAME,
+        "time_embed": SAME,
+        "vis_rope": TokenRows(IMAGE, 0),
+        "aud_rope": TokenRows(AUDIO, 0),
+        "attn_mask": SAME,
+    },
+    {
+        "video_dec_block.self_attention": AttentionPlan(IMAGE, ("Kandinsky6AttnProcessor",)),
+        "video_dec_block.cross_attention": AttentionPlan(None, ("Kandinsky6AttnProcessor",)),
+        "audio_dec_block.self_attention": AttentionPlan(AUDIO, ("Kandinsky6AttnProcessor",)),
+        "audio_dec_block.cross_attention": AttentionPlan(None, ("Kandinsky6AttnProcessor",)),
+        "va_cross_attention": AttentionPlan(IMAGE, ("Kandinsky6AttnProcessor",), keys=AUDIO),
+        "av_cross_attention": AttentionPlan(AUDIO, ("Kandinsky6AttnProcessor",), keys=IMAGE),
+    },
+)
 _flat, _flat_audio = TimeSteps(flat=True), TimeSteps(flat=True, stream="audio")
 
 SEVERAL: Mapping[str, ModelPlan] = {
@@ -66,6 +86,17 @@ SEVERAL: Mapping[str, ModelPlan] = {
         ),
         outputs={"time_embed": {0: _flat, 1: _flat}, "audio_time_embed": {0: _flat_audio, 1: _flat_audio}},
         gathered={"audio_proj_out": "audio"},
+    ),
+    "Kandinsky6Transformer3DModel": ModelPlan(
+        {"visual_transformer_blocks": "Kandinsky6FusedTransformerDecoderBlock"},
+        {"Kandinsky6FusedTransformerDecoderBlock": _kandinsky6},
+        (
+            *(*COMMON, "pooled_projections", "audio_hidden_states", "visual_rope_pos", "encoder_attention_mask"),
+            "visual_token_type_ids",
+        ),
+        last="visual_transformer_blocks",
+        returned=("image", "audio"),
+        layers_behind=True,
     ),
     # text, video and audio are one packed sequence, and both heads work on all of it
     "MiniMaxH3Transformer3DModel": ModelPlan(
