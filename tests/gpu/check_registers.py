@@ -3,8 +3,9 @@
 ptxas 12.8, which comes with Triton 3.6, at times drops the instruction that defines a uniform register and keeps those
 that read it. A product that takes its operand's address from there reads outside of shared memory, or what lies
 elsewhere. Here every launch of `test_triton`'s cases, and of `OTHERS`, is compiled for sm_90, disassembled, and
-searched for uniform registers that are read where no earlier line has written them, and for sums of 64 bits that take
-both halves from one register, where an earlier line had written something else. Prints what it finds, or with --show
+searched for uniform registers that are read where no earlier line has written them, for sums of 64 bits that take
+both halves from one register, where an earlier line had written something else, and for operands' addresses that come
+from a kernel's arguments. Prints what it finds, or with --show
 the registers, spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a kernel.
 
 `--arch 80` (Ampere), 89 (Ada), 100 or 120 (Blackwell) compiles what such a GPU runs instead, the forms in Triton, and
@@ -53,7 +54,7 @@ TYPES = {
 LARGE = table.DESCRIBED
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KB of shared memory a program gets at most, by architecture (CUDA C++ programming guide)."""
-OPTIONS = "num_warps", "num_stages", "maxnreg"
+OPTIONS = "num_warps", "num_stages", "maxnreg", "enable_fp_fusion"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
 
 
@@ -62,7 +63,7 @@ def recorded(launches: list) -> Iterator[None]:
     """Launches of every module that makes any noted instead of made."""
     modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is plain]
     for module in modules:
-        module.launch = lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants))
+        module.launch = lambda kernel, grid, *args, tensors="", **constants: launches.append((kernel, args, constants))
     try:
         yield
     finally:
@@ -193,7 +194,30 @@ def across() -> Iterator[tuple[str, list]]:
         yield "128x128", found
 
 
-OTHERS = {"momentum": momentum, "mesa": mesa, "slots": slots, "across": across}
+def attention() -> Iterator[tuple[str, list]]:
+    """Softmax attention of every score, heads of every pair of widths; and in blocks at fixed places."""
+    from ring_la.softmax.backends import QueryRows
+    from ring_la.softmax.backends.triton import CanonicalTriton, TritonBackend, kernels  # noqa: F401
+    from ring_la.softmax.geometry import Pair, Tokens
+    from ring_la.softmax.merging import Gradients, Partial
+    from ring_la.softmax.scores import Scores
+
+    tokens, scores = Tokens.whole(170, torch.device("cpu"), (0, 70, 170)), Scores(0.3, softcap=5.0, right=0)
+    pair = Pair(tokens, tokens, scores.reach)
+    for dtype, K, V in itertools.product((torch.bfloat16, torch.float32), (16, 24, 64, 96), (5, 24, 64)):
+        q, k, v = (torch.zeros(1, 170, 3, D, dtype=dtype) for D in (K, K, V))
+        lse, x = torch.zeros(1, 3, 170), torch.zeros(1, 170, 3, V, dtype=dtype)
+        rows = QueryRows(q, x, x, lse, lse)
+        with recorded(launches := []):
+            for backend in (TritonBackend(), CanonicalTriton()):
+                backend.forward(q, k, v, scores, pair, Partial(x.shape, dtype, q.device))
+            TritonBackend().backward(rows, k, v, scores, pair, Gradients.of(q, k, v))
+            CanonicalTriton().query_gradients(rows, k, v, scores, pair)
+            CanonicalTriton().key_gradients(rows, k, v, scores, pair)
+        yield f"{K}x{V}", launches
+
+
+OTHERS = {"momentum": momentum, "mesa": mesa, "slots": slots, "across": across, "attention": attention}
 """Kernels that no rule of the algebra has, and launches of rules that only others make."""
 
 
@@ -285,6 +309,27 @@ def torn(sass: str) -> list[str]:
     return found
 
 
+def adrift(sass: str) -> list[str]:
+    """Products whose operand's address is made from an argument of the kernel: it should come from a field of 14 bits,
+    or out of a register that kept it."""
+    arguments: set[int] = set()
+    found = []
+    for line in filter(None, map(INSTRUCTION.match, sass.splitlines())):
+        name, operands = line[2], [x.strip() for x in re.split(r",(?![^\[]*\])", line[3])]
+        for described in (re.match(r"gdesc\[UR(\d+)\]", x) for x in operands):
+            if described:
+                first = int(described[1])  # four registers; where the left operand is in registers, the last two
+                lower = {first + 2} if re.match(r"R\d+", operands[1]) else {first, first + 2}
+                found += [line[0].strip()] if lower & arguments else []
+        if not (target := re.fullmatch(r"UR(\d+)", operands[0])):
+            continue
+        read = {int(n) for x in operands[1:] for n in re.findall(r"\bUR(\d+)\b", x)}
+        wrong = name.startswith("ULDC") or (re.match(r"UMOV|UIADD3(?!\.X)", name) and read and read <= arguments)
+        for n in range(int(target[1]), int(target[1]) + 1 + bool(re.search(r"\.(WIDE|64)\b", name))):
+            (arguments.add if wrong else arguments.discard)(n)
+    return found
+
+
 def digest(kernel, sass: str) -> str:
     """Of machine code, whatever its kernel is called: two versions of the package compare what they compile."""
     code = [line for line in sass.replace(kernel.__name__, "").splitlines() if not line.lstrip().startswith("//")]
@@ -315,7 +360,7 @@ def main() -> None:
                     print(*what, f"shared {binary.metadata.shared}", flush=True)
                 continue
             sass = disassembled(binary.asm["cubin"], "nvdisasm", "-c")
-            found = unwritten(sass) + torn(sass)
+            found = unwritten(sass) + torn(sass) + adrift(sass)
             if args.digest:
                 with open(args.digest, "a") as file:
                     print(kernel.__name__, digest(kernel, sass), constants, file=file)

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.gpu(needs=0)
-@pytest.mark.parametrize("rule", [*RULES, "momentum", "mesa", "slots"])
+@pytest.mark.parametrize("rule", [*RULES, "momentum", "mesa", "slots", "across", "attention"])
 def test_registers(rule, record_property):
     command = [sys.executable, "-m", "tests.gpu.check_registers", "--rules", rule]
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
