@@ -207,3 +207,17 @@ def test_forgetting(D, dtype, feature, record_property):
     found = dict(zip(("o", "lse", "dq", "dk", "dv", "dg"), map(error, *results)))
     record_property("errors", found)
     assert not off(found, dtype, D)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(("K", "V"), [(24, 5), (32, 16), (16, 40), (64, 16), (64, 24), (96, 24), (128, 16), (40, 128)])
+def test_values_of_another_width(K, V, softcap, record_property):
+    """Tiles of keys and of values of different widths: ptxas has lost addresses of narrow ones."""
+    rng, dtype = torch.Generator(DEVICE).manual_seed(0), torch.bfloat16
+    q, k, v, do = (torch.randn(2, T, 3, D, generator=rng, device=DEVICE).to(dtype).double() for D in (K, K, V, V))
+    tensors, dlse, how = dict(q=q, k=k, v=v), do[..., 0].mT, dict(softcap=softcap)
+    want = run(reference.attention, tensors, do, dlse, **how)
+    got = run(attention, {n: t.to(dtype) for n, t in tensors.items()}, do, dlse, backend="triton", **how)
+    found = {n: error(g, want[n]) for n, g in got.items()}
+    record_property("errors", found)
+    assert not off(found, dtype, 64)
