@@ -25,6 +25,7 @@ from ..algebra import Affine, Transition, outer, transition_shape, transpose
 from ..autograd import first_derivative_only, full_precision
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 from ..scan import Chain, Exchange, Link
+from .arguments import check_place
 from .handle import found
 from .operator import SplitOperator
 from .sharded import ShardedLayout
@@ -213,6 +214,7 @@ def _check(A: object, b: object, layout: object, reverse: object, exclusive: obj
         if A.device != b.device:
             raise ArgumentError("A", f"on b's device, {b.device}", A.device)
     if layout is not None:
+        check_place(b, layout.cp.device, "b")
         layout.require_local("b", b.shape[1])
         layout.require_runs("scan")
         if layout.cp.deterministic:

@@ -15,7 +15,7 @@ from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..kept import MadeOnce
 from ..layout import Layout
 from . import moves
-from .arguments import check_dim, check_length, describe
+from .arguments import check_dim, check_length, check_place, describe
 from .handle import OfThisProcess, enter
 from .marks import fingerprint
 from .ranks import ContextRanks
@@ -151,6 +151,7 @@ class AgreedLayout(OfThisProcess, Layout):
             if x.shape[dim] == self.seq_len:
                 self.require_local(name, self.seq_len)
             check_length(x, dim, self.local_length, "this rank's tokens", name)
+            check_place(x, self.cp.device, name)
             self.cp.marks.require(name, x, self)
             check()
         except RingLAError as e:

@@ -53,6 +53,12 @@ def check_length(x: Tensor, dim: int, length: int, what: str, name: str = "x") -
         raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 
 
+def check_place(x: Tensor, device: torch.device, name: str = "x") -> None:
+    """Refuse what messages of a group that works on `device` cannot be made of."""
+    if x.device != device or x.layout is not torch.strided:
+        raise ArgumentError(name, f"a dense tensor on {device}, where the group works", f"{x.layout} on {x.device}")
+
+
 def check_labels(ids: Tensor, ignore_index: object) -> None:
     """Refuse ids that cannot be labels, and a label of no token that their dtype does not hold."""
     if ids.dtype not in SIGNED:

@@ -81,5 +81,25 @@ def check_bad_moves(rank: int) -> None:
         layout.gather(torch.zeros(1, n), dim="1")
 
 
+def check_elsewhere(rank: int) -> None:
+    """What messages cannot be made of, on one rank, is refused on both before anything is sent."""
+    layout = ring_la.ContextParallel(group(2), scan="ring", timeout=60).layout(23, "contiguous")
+    other, x = layout.cp.layout(23, "zigzag"), torch.zeros(1, layout.local_length, 1, 2, 2)
+    for bad in (x.to("meta"), x.to_sparse()):
+        given = bad if rank else x
+        for name, call in (
+            ("x", lambda: layout.gather(given)),
+            ("x", lambda: layout.convert(given, other)),
+            ("ids", lambda: layout.targets(given.long())),
+            ("b", lambda: layout.cp.scan(None, given, layout)),
+        ):
+            with pytest.raises(ring_la.DisagreementError, match=f"rank 1: refused: {name}: expected"):
+                call()
+
+
+def test_tensors_elsewhere_are_refused_on_every_rank(ranks):
+    ranks.run(2, check_elsewhere)
+
+
 def test_bad_moves_are_named(ranks):
     ranks.run(2, check_bad_moves)
