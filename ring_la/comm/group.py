@@ -179,6 +179,7 @@ class Group(Members):
 
     def _pending(self, what: str, post: Callable[[], Sequence[Waitable]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
+        self.refuse_forked()
         self.refuse_late(what)
         calls = None if self.on_cuda else self.agreement.calls
         try:
