@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DisagreementError, UnsupportedError
+from ..errors import ArgumentError, DisagreementError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
 from .lookout import look_out
@@ -186,8 +186,10 @@ class Group(Members):
             if calls is not None and not calls.one_host:  # a message of another size would end gloo's process
                 calls.meet()
             posted = post()
-        except DisagreementError:
+        except (DisagreementError, ArgumentError):
             raise
+        except ValueError as error:  # PyTorch's, of a group that it knows no more
+            raise ArgumentError("group", "a process group that is there", "one that was destroyed") from error
         except RuntimeError as error:
             raise self.watch.error(what, error) from error
 
