@@ -261,7 +261,7 @@ def check_on(config: Config, ranks: int) -> None:
     folder = Path(config.run.folder).absolute()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ArgumentError("run.folder", "a folder, there or to be made", config.run.folder, f"{there} is not for that")
+        raise ArgumentError("run.folder", "a folder, there or to be made", config.run.folder, f"{there} is in the way")
     if not Path(data.source).exists():
         raise ArgumentError("data.source", "a file or a folder", repr(data.source))
     if not model.transformers:

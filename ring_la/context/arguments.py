@@ -53,10 +53,10 @@ def check_length(x: Tensor, dim: int, length: int, what: str, name: str = "x") -
         raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 
 
-def check_place(x: Tensor, device: torch.device, name: str = "x") -> None:
-    """Refuse what messages of a group that works on `device` cannot be made of."""
-    if x.device != device or x.layout is not torch.strided:
-        raise ArgumentError(name, f"a dense tensor on {device}, where the group works", f"{x.layout} on {x.device}")
+def check_dense(x: Tensor, name: str = "x") -> None:
+    """Refuse what messages cannot be made of."""
+    if x.layout is not torch.strided:
+        raise ArgumentError(name, "a dense tensor", str(x.layout))
 
 
 def check_labels(ids: Tensor, ignore_index: object) -> None:

@@ -158,5 +158,5 @@ def test_wrong_ids_are_refused():
         model.loss(ids[:1], cu_seqlens=[0, 9])
     with pytest.raises(ArgumentError, match="states: expected one for each of 4 layers, got 1"):
         model(ids, states=[None])
-    with pytest.raises(ArgumentError, match="targets: expected torch.int64 of the shape of ids"):
+    with pytest.raises(ArgumentError, match=r"targets: expected torch\.int64 of the shape of ids"):
         model.loss(ids, ids[:, 1:])

@@ -247,6 +247,8 @@ def check_refusals(rank: int) -> list[str]:
         other, given = make(name)
         parallelize(other, cp)
         expect("which every rank must be given", lambda: other(**given | {argument: one}))  # noqa: B023
+    expect("backend: expected None or one of", lambda: parallelize(make("flux")[0], cp, backend="flashy"))
+    expect("kv_comm_dtype: expected None or one of", lambda: parallelize(make("flux")[0], cp, kv_comm_dtype="fp8"))
     model.set_attn_processor(type(before["processor"])())
     expect("set afterwards", lambda: model(**inputs))
     return bad
