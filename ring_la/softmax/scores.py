@@ -17,7 +17,7 @@ from torch import Tensor
 from .geometry import Reach
 
 BEYOND = {
-    "scale": "it takes a row's largest score before the scale, which is to be above 0",
+    "scale": "it needs a scale above 0",
     "softcap": "it has no softcap",
     "alibi_slopes": "it has no ALiBi",
     "dropout_p": "its dropout mask would change with the split",
