@@ -15,10 +15,11 @@ IGNORE = -100
 """The target of a token that has none."""
 
 
-def check_targets(targets: object, ids: Tensor) -> None:
-    """Refuse what is no label for each of `ids`."""
+def check_targets(targets: object, ids: Tensor, words: int, layout: object) -> None:
+    """Refuse what is no label for each of `ids` out of a vocabulary of so many words."""
     if not isinstance(targets, Tensor) or targets.shape != ids.shape or targets.dtype != torch.int64:
         raise ArgumentError("targets", f"torch.int64 of the shape of ids, {list(ids.shape)}", describe_tensor(targets))
+    check_tokens("targets", targets, words, layout)
 
 
 def check_tokens(name: str, tokens: Tensor, words: int, layout: object) -> None:

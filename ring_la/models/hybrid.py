@@ -273,14 +273,12 @@ class HybridLM(nn.Module):
         if states is not None and len(states) != len(self.blocks):
             raise ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
         if targets is not None:
-            check_targets(targets, ids)
+            check_targets(targets, ids, self.config.vocab_size, layout)
         if isinstance(layout, ShardedLayout):
             layout.require_local("ids", ids.shape[1])
         else:
             check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device, "ids")
-        for name, x in (("ids", ids), ("targets", targets)):
-            if x is not None:
-                check_tokens(name, x, self.config.vocab_size, layout)
+        check_tokens("ids", ids, self.config.vocab_size, layout)
 
 
 def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:

@@ -20,7 +20,8 @@ from ..blockwise import at_once, by_block, token_sum
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels.fused.cross_entropy import losses_and_gradient
-from .checks import IGNORE, check_chunk
+from .checks import IGNORE as IGNORE
+from .checks import check_chunk
 
 BACKENDS = ("auto", "chunked", "liger")
 
