@@ -18,14 +18,21 @@ from ring_la.errors import ArgumentError
 from ring_la.integrations.diffusers import parallelize
 
 
+def count(word: str) -> int:
+    """A number of pixels, frames, steps or runs: a pipeline takes its own for 0."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number, at least 1, got {word!r}")
+    return int(word)
+
+
 def options(description: str | None, sizes: dict[str, int], out: str) -> argparse.Namespace:
     """The command line; `sizes` are those that a tiny pipeline takes by default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt", nargs="?", default="a lighthouse at dusk, waves against the rocks")
     parser.add_argument("--model", help="a pipeline of the hub by name, or its folder; without: a tiny random one")
     for name, tiny in sizes.items():
-        parser.add_argument(f"--{name}", type=int, help=f"by default the pipeline's own ({tiny} of a tiny one)")
-    parser.add_argument("--steps", type=int, default=None, help="denoising steps")
+        parser.add_argument(f"--{name}", type=count, help=f"by default the pipeline's own ({tiny} of a tiny one)")
+    parser.add_argument("--steps", type=count, default=None, help="denoising steps")
     parser.add_argument("--guidance", type=float, default=None, help="the pipeline's guidance_scale")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default="auto", help="auto, ring, ulysses or all_gather")
@@ -34,7 +41,7 @@ def options(description: str | None, sizes: dict[str, int], out: str) -> argpars
     parser.add_argument("--text", action="store_true", help="encode prompts on the first rank alone")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's repeated blocks")
     parser.add_argument("--capture", action="store_true", help="denoising steps as CUDA graphs, on GPUs")
-    parser.add_argument("--repeat", type=int, default=1, help="runs; the last one's seconds are without warming up")
+    parser.add_argument("--repeat", type=count, default=1, help="runs; the last one's seconds are without warming up")
     parser.add_argument("--out", type=Path, default=Path(out))
     return parser.parse_args()
 

@@ -60,7 +60,7 @@ def main(args: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
     args = sys.argv[1:] if args is None else args
-    ranks, args = (int(args[1]), args[2:]) if args[:1] == ["--check"] else (None, args)
+    ranks, args = (count(args[1:2]), args[2:]) if args[:1] == ["--check"] else (None, args)
     config = auto_cli(Config, args=args, as_positional=False)
     for option, module in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.run, option) and importlib.util.find_spec(module) is None:
@@ -82,6 +82,13 @@ def main(args: list[str] | None = None) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def count(words: list[str]) -> int:
+    """The number of ranks that --check is of."""
+    if not words or not words[0].isdecimal() or int(words[0]) < 1:
+        raise SystemExit(f"--check: expected a number of ranks, at least 1, got {' '.join(words) or 'nothing'}")
+    return int(words[0])
 
 
 class Trainer:
@@ -134,6 +141,8 @@ class Trainer:
                 prepare()
             except ArgumentError as e:
                 failed = [str(e)]
+            except OSError as e:
+                failed = [f"{'data.cache' if data.cache else 'run.folder'}: {e}"]
         dist.broadcast_object_list(failed, src=0, group=waiting)
         if failed[0]:
             raise SystemExit(failed[0])

@@ -6,6 +6,7 @@ Each raises an `ArgumentError` that names the argument, what was expected and wh
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from .errors import ArgumentError, describe_tensor
 from .layout import check_cu_seqlens
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def is_floats(x: object, dims: int | None = None) -> TypeGuard[Tensor]:
+    """Whether it is a dense float tensor, of so many dimensions if that is said."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.layout is not torch.strided:
+        return False
+    return dims is None or x.dim() == dims
 
 
 def check_flag(name: str, value: object) -> None:

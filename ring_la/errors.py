@@ -58,9 +58,10 @@ class SecondDerivativeError(RingLAError, RuntimeError):
 
 
 def describe_tensor(x: object) -> str:
-    """A value in an error message: a tensor's dtype and shape, not its numbers."""
+    """A value in an error message: a tensor's dtype and shape, and its layout if it is not dense, not its numbers."""
     if isinstance(x, Tensor):
-        return f"{x.dtype} {list(x.shape)}"
+        dense = x.layout is torch.strided
+        return f"{x.dtype} {list(x.shape)}" if dense else f"{x.dtype} {list(x.shape)}, {x.layout}"
     return repr(x) if x is None or isinstance(x, (int, float, str)) else type(x).__name__
 
 

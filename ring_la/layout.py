@@ -94,7 +94,7 @@ class Layout:
             raise ArgumentError("kind", f"one of {', '.join(KINDS)}", repr(kind))
         if world_size < 1 or not 0 <= rank < world_size:
             raise ArgumentError("rank", f"0 ≤ rank < world_size = {world_size}", rank)
-        if not isinstance(multiple_of, int) or multiple_of < 1:
+        if not isinstance(multiple_of, int) or isinstance(multiple_of, bool) or multiple_of < 1:
             raise ArgumentError("multiple_of", "an int ≥ 1", repr(multiple_of))
         if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 0):
             raise ArgumentError("window", "None or an int ≥ 0 (earlier keys of a query)", repr(window))

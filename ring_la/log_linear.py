@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .autograd import full_precision, outside_graphs
 from .blockwise import fixed
-from .checks import FLOATS, check_flag, check_scale, check_split
+from .checks import check_flag, check_scale, check_split, is_floats
 from .comm.replicated import Replicated
 from .context import ShardedLayout, check_together
 from .context.handle import layout_of, number_of
@@ -187,10 +187,12 @@ def _check(
     """Refuse what does not fit."""
     for name, t in zip(LogLinearInputs._fields, x):
         dims = 3 if name == "g" else 4
-        if not isinstance(t, Tensor) or t.dim() != dims or t.dtype not in FLOATS:
+        if not is_floats(t, dims):
             raise ArgumentError(name, f"a float tensor of {dims} dimensions", describe_tensor(t))
+        if t.device != x.q.device:
+            raise ArgumentError(name, f"a tensor on {x.q.device}, where q is", t.device)
     B, T, H = x.v.shape[:3]
-    if x.q.shape != x.k.shape or x.k.shape[:2] != (B, T) or H % x.k.shape[2]:
+    if x.q.shape != x.k.shape or x.k.shape[:2] != (B, T) or not x.k.shape[2] or H < 1 or H % x.k.shape[2]:
         raise ArgumentError("k", f"[B, T, Hk, K] like q, beside v of shape {list(x.v.shape)}", list(x.k.shape))
     for name, t in (("g", x.g), ("lam", x.lam)):
         if t.shape[:3] != (B, T, H):
@@ -228,8 +230,10 @@ def _seen(
     L = x.lam.shape[3]
     if state is not None:
         shape = [documents if packed else x.v.shape[0], x.v.shape[2], L, x.k.shape[3], x.v.shape[3]]
-        if not isinstance(state, Tensor) or list(state.shape) != shape or state.dtype not in FLOATS:
+        if not is_floats(state) or list(state.shape) != shape:
             raise ArgumentError("initial_state", f"a float tensor [N, H, L, K, V] = {shape}", describe_tensor(state))
+        if state.device != x.q.device:
+            raise ArgumentError("initial_state", f"a tensor on {x.q.device}, where q is", state.device)
     longest = max(b - a + n for a, b, n in zip(cu, cu[1:], seen))
     if longest and L < (levels := (longest - 1).bit_length() + 1):
         raise ArgumentError("lam", f"{levels} levels or more for documents of {longest} tokens", L)

@@ -110,6 +110,7 @@ def test_zigzag_order():
         (dict(seq_len=8, cu_seqlens=torch.tensor([0.0, 8.0])), "cu_seqlens"),
         (dict(seq_len=8, rank=3, world_size=2), "rank"),
         (dict(seq_len=8, multiple_of=0), "multiple_of"),
+        (dict(seq_len=8, multiple_of=True), "multiple_of"),
         (dict(seq_len=8, kind="balanced", window=-1), "window"),
         (dict(seq_len=8, kind="balanced", window=2.0), "window"),
         (dict(seq_len=8, kind="zigzag", window=2), "window"),

@@ -94,5 +94,14 @@ def refused(rank: int) -> None:
         ring_la.log_linear_attention(**(few if rank == 0 else x), layout=layout)
 
 
+def test_tensors_elsewhere_are_named():
+    x = {n: t.detach() for n, t in tokens(1).items()}
+    state = torch.zeros(1, x["v"].shape[2], x["lam"].shape[3], x["k"].shape[3], x["v"].shape[3], device="meta")
+    others = [(n, t.to("meta")) for n, t in x.items() if n != "q"]
+    for name, bad in [*others, ("initial_state", state), ("v", x["v"][:, :, :0]), ("k", x["k"].to_sparse())]:
+        with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected" if bad.numel() else "^k: expected"):
+            ring_la.log_linear_attention(**(x | {name: bad}))
+
+
 def test_too_few_levels_are_refused_on_every_rank(ranks):
     ranks.run(2, refused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -218,6 +219,10 @@ def check(config: Config) -> None:
     for name in ("beta1", "beta2"):
         if (value := getattr(config.optimizer, name)) >= 1:
             raise ArgumentError(f"optimizer.{name}", "less than 1", value)
+    if (groups := config.parallel.head_groups) != "auto" and groups < 1:
+        raise ArgumentError("parallel.head_groups", "auto or at least 1", groups)
+    if (config.run.rehearse or 0) > config.data.seq_len:
+        raise ArgumentError("run.rehearse", f"at most data.seq_len, {config.data.seq_len}", config.run.rehearse)
     for name in config.memory.recompute:
         if name not in ("mlp", "block", "norm", *LAYERS):
             raise ArgumentError("memory.recompute", f"mlp, block, norm or names out of {', '.join(LAYERS)}", repr(name))
@@ -253,6 +258,10 @@ def check_on(config: Config, ranks: int) -> None:
     replicas = sizes[0] * sizes[1]
     if data.sequences % replicas:
         raise ArgumentError("data.sequences", f"a multiple of data × fsdp = {replicas}", data.sequences)
+    folder = Path(config.run.folder).absolute()
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ArgumentError("run.folder", "a folder, there or to be made", config.run.folder, f"{there} is in the way")
     if not Path(data.source).exists():
         raise ArgumentError("data.source", "a file or a folder", repr(data.source))
     if not model.transformers:

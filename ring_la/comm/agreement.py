@@ -36,6 +36,7 @@ class Agreement:
         entry = Entry.of(what, text, hint, alike)
         if self._members.size == 1:
             return entry
+        self._members.refuse_forked()
         try:
             if self.calls is not None:
                 self.calls.enter(entry)
@@ -70,6 +71,7 @@ class Agreement:
             DisagreementError: another rank brings, or has brought, something else.
         """
         if self.calls is not None:
+            self._members.refuse_forked()
             self.calls.enter(entry)
 
     def tell(self, value: str) -> list[str]:

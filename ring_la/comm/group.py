@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DisagreementError, UnsupportedError
+from ..errors import ArgumentError, DisagreementError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
 from .lookout import device_busy, look_out
@@ -191,14 +191,17 @@ class Group(Members):
 
     def _pending(self, what: str, post: Callable[[], Sequence[Waitable]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
+        self.refuse_forked()
         self.refuse_late(what)
         calls = None if self.on_cuda else self.agreement.calls
         try:
             if calls is not None and not calls.one_host:  # a message of another size would end gloo's process
                 calls.meet()
             posted = post()
-        except DisagreementError:
+        except (DisagreementError, ArgumentError):
             raise
+        except ValueError as error:  # PyTorch's, of a group that it knows no more
+            raise ArgumentError("group", "a process group that is there", "one that was destroyed") from error
         except RuntimeError as error:
             raise self.watch.error(what, error) from error
 

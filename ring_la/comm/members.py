@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, PeerError
+from ..errors import ArgumentError, PeerError, UnsupportedError
 
 
 class Members:
@@ -38,13 +39,20 @@ class Members:
         self.global_ranks = dist.get_process_group_ranks(self.group)
         self.on_cuda = "nccl" in dist.get_backend_config(self.group)  # which an unnamed backend has a name in, too
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
-        self.timeout = timeout
+        self.timeout, self._process = timeout, os.getpid()
         if not self.on_cuda:
             atexit.register(_let_go, weakref.ref(self))
 
     def names(self, ranks: Sequence[int]) -> str:
         """These ranks as errors name them."""
         return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
+
+    def refuse_forked(self) -> None:
+        """Raise an `UnsupportedError` in a fork of the process that the group is of: it has its memory and connections,
+        and none of the threads behind them."""
+        if os.getpid() != self._process:
+            expected, hint = "a group of this process", "Split calls belong into the process that made the group"
+            raise UnsupportedError("group", expected, f"one of process {self._process}, which was forked", hint)
 
     @property
     def spoiled(self) -> str:

@@ -25,6 +25,7 @@ from ..algebra import Affine, Transition, outer, transition_shape, transpose
 from ..autograd import first_derivative_only, full_precision
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 from ..scan import Chain, Exchange, Link
+from .arguments import check_dense
 from .handle import found
 from .operator import SplitOperator
 from .sharded import ShardedLayout
@@ -42,6 +43,7 @@ def scan(A: Tensor | None, b: Tensor, layout: ShardedLayout | None, reverse: boo
     try:
         _check(A, b, layout, reverse, exclusive)
         facts = ("A", None if A is None else Facts.of(A, 1)), ("b", Facts.of(b, 1)), ("reverse", reverse)
+        facts = *facts, ("device of b", b.device.type)
     except RingLAError as e:
         error = e
     if isinstance(layout, ShardedLayout):
@@ -213,6 +215,7 @@ def _check(A: object, b: object, layout: object, reverse: object, exclusive: obj
         if A.device != b.device:
             raise ArgumentError("A", f"on b's device, {b.device}", A.device)
     if layout is not None:
+        check_dense(b, "b")
         layout.require_local("b", b.shape[1])
         layout.require_runs("scan")
         if layout.cp.deterministic:

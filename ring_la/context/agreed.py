@@ -15,7 +15,7 @@ from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..kept import MadeOnce
 from ..layout import Layout
 from . import moves
-from .arguments import check_dim, check_length, describe
+from .arguments import check_dense, check_dim, check_length, describe
 from .handle import OfThisProcess, enter
 from .marks import fingerprint
 from .ranks import ContextRanks
@@ -151,11 +151,13 @@ class AgreedLayout(OfThisProcess, Layout):
             if x.shape[dim] == self.seq_len:
                 self.require_local(name, self.seq_len)
             check_length(x, dim, self.local_length, "this rank's tokens", name)
+            check_dense(x, name)
             self.cp.marks.require(name, x, self)
             check()
         except RingLAError as e:
             error = e
         signature = None
         if error is None:
-            signature = (("dim", dim), (name, Facts.of(x, dim)), *rest, ("gradients", torch.is_grad_enabled()))
+            what = (name, Facts.of(x, dim)), (f"device of {name}", x.device.type)
+            signature = (("dim", dim), *what, *rest, ("gradients", torch.is_grad_enabled()))
         self.agree(call, signature, error)

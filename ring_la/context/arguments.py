@@ -53,6 +53,12 @@ def check_length(x: Tensor, dim: int, length: int, what: str, name: str = "x") -
         raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 
 
+def check_dense(x: Tensor, name: str = "x") -> None:
+    """Refuse what messages cannot be made of."""
+    if x.layout is not torch.strided:
+        raise ArgumentError(name, "a dense tensor", str(x.layout))
+
+
 def check_labels(ids: Tensor, ignore_index: object) -> None:
     """Refuse ids that cannot be labels, and a label of no token that their dtype does not hold."""
     if ids.dtype not in SIGNED:

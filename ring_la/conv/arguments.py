@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, check_flag, check_nan, check_split
+from ..checks import check_flag, check_nan, check_split, is_floats
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 
@@ -33,7 +33,7 @@ class TailOptions(NamedTuple):
 
 def as_channels(x: Tensor) -> Tensor:
     """``x`` as ``[B, T, D]``."""
-    if not isinstance(x, Tensor) or x.dim() not in (3, 4) or x.dtype not in FLOATS:
+    if not is_floats(x) or x.dim() not in (3, 4):
         raise ArgumentError("x", "a float tensor [B, T, D] or [B, T, H, D]", describe_tensor(x))
     return x.flatten(2)
 
@@ -42,7 +42,7 @@ def check_channels(name: str, t: Tensor | None, shape: list[int], x: Tensor) -> 
     """Refuse what is not None, nor a float tensor of this shape beside `x`."""
     if t is None:
         return
-    if not isinstance(t, Tensor) or list(t.shape) != shape or t.dtype not in FLOATS:
+    if not is_floats(t) or list(t.shape) != shape:
         raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(t))
     if t.device != x.device:
         raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)

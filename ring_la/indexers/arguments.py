@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, check_offsets, check_scale
+from ..checks import check_offsets, check_scale, is_floats
 from ..context import ShardedLayout, check_together
 from ..errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from ..kernels.choice import triton_installed
@@ -29,7 +29,7 @@ def checked(call: str, given: Given, where: Where, check: Callable[[], None], **
 
     def all_of_it() -> None:
         for name, (x, dims) in given.items():
-            if not isinstance(x, Tensor) or x.dim() != dims or x.dtype not in FLOATS:
+            if not is_floats(x, dims):
                 raise ArgumentError(name, f"a float tensor of {dims} dimensions", describe_tensor(x))
         name, (q, _) = next(iter(given.items()))
         assert isinstance(q, Tensor)

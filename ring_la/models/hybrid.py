@@ -22,6 +22,7 @@ from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..nn import RMSNorm, Routing
 from .block import ResidualBlock
+from .checks import check_chunk, check_targets, check_tokens, check_total
 from .config import HybridConfig
 from .loss import IGNORE, cross_entropy_by_block, linear_cross_entropy
 from .rounds import in_rounds, refuse_growing
@@ -179,7 +180,7 @@ class HybridLM(nn.Module):
                 None: the targets of this call, on all ranks.
             chunk: tokens whose logits exist at a time.
         """
-        self.check(ids, None, layout, cu_seqlens, targets)
+        self.check(ids, None, layout, cu_seqlens, targets, total, chunk)
         if targets is None:
             targets, count = _next_tokens(ids, layout, cu_seqlens)
         else:
@@ -218,6 +219,8 @@ class HybridLM(nn.Module):
             ArgumentError: by name. UnsupportedError: a layer whose state grows with the sequence, or a router balanced
                 over the whole of it.
         """
+        check_total(total)
+        check_chunk(chunk)
         plan = in_rounds(ids, cp, rounds, cu_seqlens)
         refuse_growing(zip(self.config.layers, self.blocks))
         loss: Tensor | float = 0.0
@@ -242,18 +245,22 @@ class HybridLM(nn.Module):
         layout: ShardedLayout | None,
         cu_seqlens: Tensor | None,
         targets: Tensor | None = None,
+        total: Tensor | float | None = None,
+        chunk: int = 1,
     ) -> None:
         """Refuse what does not fit, on every rank alike; what concerns a layer, the layer checks."""
-        error = None
+        error, divided = None, None
         try:
             self._check(ids, states, layout, cu_seqlens, targets)
+            divided = check_total(total)
+            check_chunk(chunk)
         except RingLAError as e:
             error = e
         if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
             signature = None
             if error is None:
                 given = [(f"{name} given", x is not None) for name, x in (("states", states), ("targets", targets))]
-                signature = (("rows of ids", ids.shape[0]), *given)
+                signature = (("rows of ids", ids.shape[0]), ("total", divided), *given)
             layout.agree("HybridLM", signature, error)
         elif error is not None:
             raise error
@@ -265,12 +272,13 @@ class HybridLM(nn.Module):
             raise ArgumentError("ids", "an int tensor [B, T]", describe_tensor(ids))
         if states is not None and len(states) != len(self.blocks):
             raise ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
-        if targets is not None and (not isinstance(targets, Tensor) or targets.shape != ids.shape):
-            raise ArgumentError("targets", f"a tensor of the shape of ids, {list(ids.shape)}", describe_tensor(targets))
+        if targets is not None:
+            check_targets(targets, ids, self.config.vocab_size, layout)
         if isinstance(layout, ShardedLayout):
             layout.require_local("ids", ids.shape[1])
         else:
             check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device, "ids")
+        check_tokens("ids", ids, self.config.vocab_size, layout)
 
 
 def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:

@@ -20,10 +20,10 @@ from ..blockwise import at_once, by_block, token_sum
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels.fused.cross_entropy import losses_and_gradient
+from .checks import IGNORE as IGNORE
+from .checks import check_chunk
 
 BACKENDS = ("auto", "chunked", "liger")
-IGNORE = -100
-"""The target of a token that has none."""
 
 
 def linear_cross_entropy(
@@ -123,8 +123,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, backend: str)
     for name, t in (("weight", weight), ("targets", targets)):
         if t.device != x.device:
             raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)
-    if not isinstance(chunk, int) or chunk < 1:
-        raise ArgumentError("chunk", "an int ≥ 1", repr(chunk))
+    check_chunk(chunk)
 
 
 def _in_chunks(

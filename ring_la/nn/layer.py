@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..autograd import outside_graphs
 from ..blockwise import by_block, fixed
-from ..checks import FLOATS, check_flag, check_split
+from ..checks import check_flag, check_split, is_floats
 from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
@@ -205,7 +205,7 @@ class Layer(nn.Module, ABC):
 
     def _check(self, x: Tensor, state: Any, call: LayerCall) -> None:
         name, layout = type(self).__name__, call.layout
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS:
+        if not is_floats(x, 3):
             got = f"{x.dtype} of {x.dim()} dimensions" if isinstance(x, Tensor) else describe_tensor(x)
             raise ArgumentError("x", f"a float tensor [B, T, {self.dim}] for {name}", got)
         if x.shape[2] != self.dim:

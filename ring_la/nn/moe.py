@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import FLOATS
+from ..checks import is_floats
 from ..choices import GroupedBackend
 from ..comm import Pending
 from ..context import ShardedLayout
@@ -252,7 +252,7 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
     """Refuse what does not fit, on every rank alike."""
     error, name = None, type(moe).__name__
     try:
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS or x.shape[2] != moe.dim:
+        if not is_floats(x, 3) or x.shape[2] != moe.dim:
             raise ArgumentError("x", f"a float tensor [B, T, {moe.dim}] for {name}", describe_tensor(x))
         if layout is not None and not isinstance(layout, ShardedLayout):
             raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..autograd import traced
-from ..checks import FLOATS, check_offsets, check_scale
+from ..checks import check_offsets, check_scale, is_floats
 from ..choices import AttentionChoice, SoftmaxBackend
 from ..context import ShardedLayout, check_together
 from ..errors import ArgumentError, Facts, UnsupportedError, describe_tensor
@@ -159,10 +159,10 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
         if not isinstance(x, (tuple, list)) or len(x) != 3:
             raise ArgumentError(name, "three tensors, one for each branch", describe_tensor(x))
     for name, x in (("q", q), *(("k", x) for x in k), *(("v", x) for x in v), ("gates", gates)):
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 4:
-            raise ArgumentError(name, "float tensors of four dimensions", describe_tensor(x))
-        if x.device != q.device or x.layout is not torch.strided:
-            raise ArgumentError(name, f"dense tensors on {q.device}, where q is", f"{x.layout} on {x.device}")
+        if not is_floats(x, 4):
+            raise ArgumentError(name, "dense float tensors of four dimensions", describe_tensor(x))
+        if x.device != q.device:
+            raise ArgumentError(name, f"tensors on {q.device}, where q is", x.device)
     (B, Tq, H, K), (T, Hk), V = q.shape, k[0].shape[1:3], v[0].shape[3]
     if layout is None and not Tq:
         raise ArgumentError("q", "at least one token", list(q.shape))

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS
+from ..checks import is_floats
 from ..errors import ArgumentError, describe_tensor
 
 Kind = Literal["query", "key", "value", "unit value", "normal", "unit", "log decay", "rate"]
@@ -60,8 +60,8 @@ def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, Any])
     sizes: dict[str, int] = {}
     present = {n: (a, given[n]) for n, a in arguments.items() if given.get(n) is not None or n in given}
     for name, (argument, x) in present.items():
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+        if not is_floats(x):
+            raise ArgumentError(name, "a dense tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
         if x.dim() != len(argument.shape):
             raise ArgumentError(name, f"{len(argument.shape)} dimensions {argument}", list(x.shape))
         for letter, size in zip(argument.shape, x.shape):
@@ -69,7 +69,7 @@ def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, Any])
                 sizes.setdefault(letter, size)
     sizes.setdefault("H", sizes.get("G", 1))
     sizes.setdefault("G", sizes["H"])
-    if sizes["G"] < 1 or sizes["H"] % sizes["G"]:
+    if sizes["G"] < 1 or sizes["H"] < 1 or sizes["H"] % sizes["G"]:
         name = next(n for n, (a, _) in present.items() if "H" in a.shape)
         raise ArgumentError(name, f"a number of heads that is a multiple of the {sizes['G']} of keys", sizes["H"])
     first = next(x for _, x in present.values())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, check_flag, check_nan, check_scale, check_split
+from ..checks import check_flag, check_nan, check_scale, check_split, is_floats
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels import Inputs, check_choice, state_dtype
@@ -36,7 +36,7 @@ def check(r: Recurrence, options: CommonOptions) -> None:
     state = options.initial_state
     if state is not None:
         shape = [documents, H, K, V if r.normalizer is None else V + 1]
-        if not isinstance(state, Tensor) or list(state.shape) != shape or state.dtype not in FLOATS:
+        if not is_floats(state) or list(state.shape) != shape:
             raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {shape}", describe_tensor(state))
         if state.device != r.inputs.q.device:
             raise ArgumentError("initial_state", f"a tensor on {r.inputs.q.device}", state.device)
@@ -68,8 +68,8 @@ def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
     for f, x in present.items():
         if not isinstance(x, Tensor):
             raise ArgumentError(name(f), "a tensor", describe_tensor(x))
-        if x.dtype not in FLOATS:
-            raise ArgumentError(name(f), "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+        if not is_floats(x):
+            raise ArgumentError(name(f), "a dense tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
     sizes = check_shapes(r)
     q = r.inputs.q
     for f, x in present.items():
@@ -101,7 +101,7 @@ def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
         raise ArgumentError(name("k"), f"the shape of {name('q')}, {[B, T, Hk, K]}", list(k.shape))
     if (rows, tokens) != (B, T):
         raise ArgumentError(name("v"), f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
-    if H % Hk:
+    if H < 1 or H % Hk:
         raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
     for f in ("g", "beta", "a", "b"):
         x = getattr(r.inputs, f)

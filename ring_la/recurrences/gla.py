@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
-from ..checks import FLOATS
+from ..checks import is_floats
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
 from .arguments import CHANNEL_DECAY, KEY, QUERY, VALUE, Argument
@@ -43,7 +43,7 @@ def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
         q: ``[B, T, Hk, K]``. g: log forget gate ``[B, T, Hk, K]``, ≤ 0. v: ``[B, T, H, V]``, the input.
     """
     for name, x in (("q", q), ("g", g)):
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+        if not is_floats(x):
+            raise ArgumentError(name, "a dense tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
     k = -torch.expm1(g.to(torch.promote_types(g.dtype, torch.float32))).to(q.dtype)
     return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g), names={"k": "g"})

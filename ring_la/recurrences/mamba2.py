@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..blockwise import discretise_at_once
-from ..checks import FLOATS, check_flag
+from ..checks import check_flag, is_floats
 from ..context import ShardedLayout
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
@@ -98,7 +98,7 @@ def _described(
 
 
 def _check_all(x: object, dt: object, A: object, D: object, bias: object, softplus: object) -> None:
-    if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in FLOATS:
+    if not is_floats(x, 4):
         raise ArgumentError("x", "a float tensor [B, T, H, V]", describe_tensor(x))
     batch, T, H, V = x.shape
     _check("dt", dt, [batch, T, H], x)
@@ -112,7 +112,7 @@ def _check_all(x: object, dt: object, A: object, D: object, bias: object, softpl
 
 def _check(name: str, t: object, shape: list[int], x: Tensor) -> None:
     """Refuse what is not a float tensor of this shape beside `x`."""
-    if not isinstance(t, Tensor) or t.dtype not in FLOATS or list(t.shape) != shape:
+    if not is_floats(t) or list(t.shape) != shape:
         raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(t))
     if t.device != x.device:
         raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..autograd import traced
-from ..checks import FLOATS, check_depth
+from ..checks import check_depth, is_floats
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs, state_dtype
 from .arguments import DECAY, KEY, QUERY, VALUE, Argument
@@ -67,9 +67,9 @@ def _default(decay: Callable[..., Tensor], v: Tensor, *arguments: int) -> Tensor
 
 def _static(g: Tensor, v: Tensor) -> Tensor:
     """One log-decay a head as a gate of every token, in the precision of the states."""
-    if not isinstance(v, Tensor) or v.dim() != 4:
+    if not is_floats(v, 4):
         raise ArgumentError("v", "a float tensor [B, T, H, V]", describe_tensor(v))
-    if not isinstance(g, Tensor) or g.dim() != 1 or g.dtype not in FLOATS:
+    if not is_floats(g, 1):
         raise ArgumentError("g", "one static log-decay a head, a float tensor [H]", describe_tensor(g))
     return g.to(state_dtype(v)).expand(*v.shape[:2], -1)
 
@@ -78,8 +78,10 @@ def _recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay: Callable[..., Tensor], *arguments: int
 ) -> Recurrence:
     """With the caller's log-decays `g`, or a paper's ``decay(H, *arguments)``."""
-    if g is not None or not isinstance(v, Tensor) or v.dim() != 4:
+    if g is not None or not is_floats(v, 4):
         return Recurrence(RULE, Inputs(q, k, v, _static(g, v)), decays=g)  # type: ignore[arg-type]
+    if not v.shape[2]:
+        raise ArgumentError("v", "at least one head", list(v.shape))
     arguments = (v.shape[2], *arguments)
     decays = functools.partial(_numbers, decay, *arguments)
     return Recurrence(RULE, Inputs(q, k, v, _default(decay, v, *arguments)), decays=decays)

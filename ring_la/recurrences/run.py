@@ -108,7 +108,7 @@ def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLa
 def _shapes(r: Recurrence, options: CommonOptions) -> list:
     """What checks look at."""
     given = (*r.inputs, options.initial_state, *(() if r.normalizer is None else r.normalizer[:2]))
-    found: list = [x if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in given]
+    found: list = [x if x is None else (x.shape, x.dtype, x.device, x.requires_grad, x.layout) for x in given]
     scale, _, final, unit_length, _, cu_seqlens, *rest = options
     found += r.rule, r.causal, scale, final, unit_length, cu_seqlens, *rest, torch.is_grad_enabled()
     return found

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..errors import ArgumentError
 from ..nn import KVCache, LayerState
 from .tiers import Home, PackedPrefix
 
@@ -60,7 +61,10 @@ class Disk:
     def __init__(self, folder: str | Path, model: nn.Module, rank: int, ranks: int) -> None:
         self._model, self._rank, self._ranks = fingerprint(model), rank, ranks
         self._folder = Path(folder) / self._model
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError("keep", "a folder that can be made or is there", f"{folder} ({error})") from None
 
     def found(self, home: Home) -> list[Stored]:
         """Rank 0: the prefixes there, those before others first. What is half written is removed, and so is what is

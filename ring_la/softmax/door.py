@@ -198,7 +198,8 @@ def _kind_of_call(x: Tensors, options: AttentionOptions) -> tuple | None:
     """All that checks, agreement and plan depend on; None where that is more than shapes and flags."""
     if options.alibi_slopes is not None or options.dropout_p or options.cu_seqlens is not None:
         return None
-    if not all([t is None or isinstance(t, Tensor) for t in x]):
+    dense = [isinstance(t, Tensor) and t.layout is torch.strided for t in x]
+    if not all(dense[:3]) or not all([found or t is None for found, t in zip(dense, x)]):
         return None
     tensors = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x]
     kind = (*tensors, getattr(options.kv_layout, "cp", None), torch.is_grad_enabled(), options)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from ..blockwise import by_block
-from ..checks import FLOATS, check_scale
+from ..checks import check_scale, check_split, is_floats
 from ..choices import SoftmaxBackend
 from ..context import ShardedLayout, check_together
 from ..context.handle import found
@@ -23,7 +23,7 @@ from ..context.operator import SplitOperator
 from ..errors import ArgumentError, Facts, describe_tensor
 from ..outputs import AttentionOutput
 from ..running_sum import running_sum
-from .door import attend, autocast
+from .door import attend, autocast, under_autocast
 from .merging import wide
 from .options import AttentionOptions
 from .sums import with_sums
@@ -64,8 +64,8 @@ def forgetting_attention(
     split = torch.compiler.is_compiling() and cu_seqlens is None and backend != "reference"
     if split and isinstance(layout, ShardedLayout):
         return AttentionOutput(*_operator(q, k, v, g, layout.number, scale, window, backend))
-    facts, check = functools.partial(_facts, g=g, q=q, k=k), functools.partial(_check, q, k, v, g, scale, layout)
-    check_together("forgetting_attention", layout, check, facts)
+    check = functools.partial(_check, q, k, v, g, scale, window, layout, cu_seqlens)
+    check_together("forgetting_attention", layout, check, functools.partial(_facts, g=g, q=q, k=k))
     where = {"layout": layout, "cu_seqlens": cu_seqlens}
     if backend == "reference":
         return _by_reference(q, k, v, g, dict(scale=scale, window=window) | where)
@@ -89,7 +89,7 @@ def _with_sums(
     """By `attention`, whose q and k have sums of g in further channels."""
     (H, K), layout = q.shape[2:], where["layout"]
     scale = K**-0.5 if scale is None else float(scale)
-    if torch.is_autocast_enabled(q.device.type):
+    if under_autocast(q):
         q, k, v = autocast(q, k, v)
     if scale == 0:  # sums are counted in it
         q, scale = q * 0, 1.0
@@ -142,15 +142,29 @@ _operator = SplitOperator("split_forgetting_attention", _whole, _fake, 4)
 """What a compiled graph has of a split call."""
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: object, layout: object) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: object, window: object, layout: object, cu_seqlens: object
+) -> None:  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in FLOATS:
-            raise ArgumentError(name, "a float tensor [B, T, H, D]", describe_tensor(x))
-    if not isinstance(g, Tensor) or g.dtype not in FLOATS or g.shape != q.shape[:3]:
-        raise ArgumentError("g", f"a float tensor {list(q.shape[:3])}", describe_tensor(g))
-    if k.shape[:2] != q.shape[:2] or q.shape[2] % k.shape[2]:
-        raise ArgumentError("k", f"[B, T, Hk, K] beside q of shape {list(q.shape)}", list(k.shape))
+        if not is_floats(x, 4):
+            raise ArgumentError(name, "a dense float tensor [B, T, H, D]", describe_tensor(x))
+        if x.dtype != q.dtype and not under_autocast(q):
+            raise ArgumentError(name, f"{q.dtype}, the dtype of q", x.dtype)
+    (B, T, H, K), Hk = q.shape, k.shape[2]
+    if not K or not Hk or H % Hk:
+        raise ArgumentError("q", f"at least one channel, and heads that are a multiple of the {Hk} of k", list(q.shape))
+    if list(k.shape) != [B, T, Hk, K]:
+        raise ArgumentError("k", f"{[B, T, Hk, K]} beside q of shape {list(q.shape)}", list(k.shape))
+    if list(v.shape[:3]) != [B, T, Hk]:
+        raise ArgumentError("v", f"[B, T, Hk, V] with B={B}, T={T}, Hk={Hk}", list(v.shape))
+    if not is_floats(g) or g.shape != q.shape[:3]:
+        raise ArgumentError("g", f"a dense float tensor {[B, T, H]}", describe_tensor(g))
+    for name, x in (("k", k), ("v", v), ("g", g)):
+        if x.device != q.device:
+            raise ArgumentError(name, f"a tensor on {q.device}, where q is", x.device)
     check_scale(scale)
+    if not isinstance(window, int) or isinstance(window, bool) or window < -1:
+        raise ArgumentError("window", "an int, earlier tokens that a token sees, or −1", repr(window))
     if isinstance(layout, ShardedLayout):
         layout.require_runs("forgetting attention")
-        layout.require_local("q", q.shape[1])
+    check_split(T, B, layout, cu_seqlens, q.device, "q")

@@ -78,15 +78,19 @@ def check_options(o: AttentionOptions) -> None:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
     if o.strategy not in (None, "chosen", *ATTENTION):
         raise ArgumentError("strategy", f"None, chosen or one of {', '.join(ATTENTION)}", repr(o.strategy))
-    if o.kv_comm_dtype not in (None, *COMM_DTYPES):
-        expected = f"None or one of {', '.join(map(str, COMM_DTYPES))}"
-        raise ArgumentError("kv_comm_dtype", expected, repr(o.kv_comm_dtype))
+    check_comm_dtype(o.kv_comm_dtype)
     if not isinstance(o.block, int) or o.block < 1:
         raise ArgumentError("block", "an int ≥ 1", repr(o.block))
     if o.form not in (None, *FORMS):
         raise ArgumentError("form", f"None or one of {', '.join(FORMS)}", repr(o.form))
     if o.backend not in (None, "reference", *BACKENDS, *CHOSEN):
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
+
+
+def check_comm_dtype(dtype: object) -> None:
+    """Refuse what keys and values cannot travel in."""
+    if dtype not in (None, *COMM_DTYPES):
+        raise ArgumentError("kv_comm_dtype", f"None or one of {', '.join(map(str, COMM_DTYPES))}", repr(dtype))
 
 
 def check_whole(q: Tensor, k: Tensor, o: AttentionOptions) -> None:

@@ -17,12 +17,14 @@ from torch import Tensor
 from .geometry import Reach
 
 BEYOND = {
+    "scale": "it needs a scale above 0",
     "softcap": "it has no softcap",
     "alibi_slopes": "it has no ALiBi",
     "dropout_p": "its dropout mask would change with the split",
     "sums": "its gradients of decays would be rounded",
 }
-"""Fields that add to scale and mask, and what is said of a kernel that does not know them."""
+"""Fields that add to scale and mask, a scale that is not above 0 among them, and what is said of a kernel that does not
+know them."""
 
 
 class Scores(NamedTuple):
@@ -57,7 +59,7 @@ class Scores(NamedTuple):
     @property
     def beyond(self) -> frozenset[str]:
         """What they have of BEYOND."""
-        values = {name: getattr(self, name) for name in BEYOND}
+        values = {name: getattr(self, name) for name in BEYOND} | {"scale": self.scale <= 0}
         return frozenset(n for n, x in values.items() if x is not None and (isinstance(x, Tensor) or x != 0))
 
     @property

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS
+from ..checks import is_floats
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 
 
@@ -91,10 +91,8 @@ def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
     for name, t in x.named():
         if (t is None and name not in x.names_by_token) or name == "chosen":
             continue
-        if not isinstance(t, Tensor) or t.dtype not in FLOATS:
-            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))
-        if t.layout is not torch.strided:
-            raise ArgumentError(name, "a dense tensor", f"one of layout {t.layout}")
+        if not is_floats(t):
+            raise ArgumentError(name, "a dense tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))
     if x.latent:
         _check_latents(x)
     else:

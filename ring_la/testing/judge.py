@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from ..errors import RingLAError
+from ..errors import ArgumentError, RingLAError, describe_tensor
 from .cases import Case, cases
 from .diagnosis import Explanation, examine
 from .processes import Processes
@@ -111,6 +112,7 @@ def judge(
     Raises:
         ArgumentError: a bad argument. PeerError: the ranks could not be started.
     """
+    _check(subject, sizes, ranks)
     findings: list[Finding] = []
     known: dict[str, None] = {}
     for size in sizes:
@@ -120,6 +122,23 @@ def judge(
                 findings.append(finding)
                 show(finding)
     return Report(subject, tuple(findings))
+
+
+def _check(subject: object, sizes: object, ranks: RankPool | None) -> None:
+    """Refuse what no rank could be given."""
+    if not isinstance(subject, Subject):
+        raise ArgumentError("subject", "a Subject", describe_tensor(subject))
+    numbers = isinstance(sizes, Sequence) and sizes and all(isinstance(n, int) and n >= 1 for n in sizes)
+    if not numbers:
+        raise ArgumentError("sizes", "numbers of ranks, each an int ≥ 1", repr(sizes))
+    for name, part in (("run", subject.run), *(("kinds", kind) for kind in subject.kinds)):
+        try:
+            pickle.dumps(part)
+        except Exception as error:  # of any kind: a lambda, a function within another, a captured tensor
+            if ranks is None:
+                raise ArgumentError(
+                    name, "what other processes can import: a function of a module", repr(part)
+                ) from error
 
 
 def _running(ranks: RankPool | None, size: int, device: str, timeout: float) -> AbstractContextManager[RankPool]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentError, RingLAError
+from ..layout import KINDS
 from .operations import OPERATIONS, find
 from .split import Order
 
@@ -98,6 +99,13 @@ class Subject:
             raise ArgumentError("heads", "an even number, since groups of two are tried", self.heads)
         if not self.kinds:
             raise ArgumentError("kinds", "at least one way to split", self.kinds)
+        for kind in [self.kinds] if isinstance(self.kinds, str) else self.kinds:
+            if isinstance(self.kinds, str) or not (callable(kind) or kind in KINDS):
+                raise ArgumentError(
+                    "kinds", f"a tuple of names out of {', '.join(KINDS)}, or functions", repr(self.kinds)
+                )
+        if not callable(self.run):
+            raise ArgumentError("run", "a function of a Call", repr(self.run))
 
     @property
     def bound(self) -> float:

@@ -325,6 +325,21 @@ def test_bad_arguments_of_one_function_are_named(function, change, name):
         getattr(ring_la, function)(**(make_inputs(function, 1, 8) | change))
 
 
+@pytest.mark.parametrize("function", [*RECURRENCES, *COMPOSED])
+def test_sparse_tensors_and_no_heads_are_named(function):
+    definition = getattr(ring_la, function).definition
+    given = make_inputs(function, 1, 8)
+    tensors = {n: t.detach() for n, t in given.items() if isinstance(t, Tensor)}
+    getattr(ring_la, function)(**given)  # what is like a call that was checked is not checked again
+    for name, t in tensors.items():
+        with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected .+, got .+sparse"):
+            getattr(ring_la, function)(**(given | {name: t.to_sparse()}))
+    for name in (n for n, a in definition.arguments.items() if a.values and "H" in a.shape and n in tensors):
+        none = tensors[name].narrow(definition.arguments[name].shape.index("H"), 0, 0)
+        with pytest.raises(ring_la.ArgumentError, match=r"^\w+: expected .+, got .+"):
+            getattr(ring_la, function)(**(given | {name: none}))
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [(dict(output_final_state=1), "output_final_state"), (dict(scale=True), "scale"), (dict(mode="fast"), "mode"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import time
 
 import pytest
@@ -226,6 +228,43 @@ def test_agreement_through_the_store(ranks):
     results = ranks.run(3, check_store)
     assert all("disagree on this" in message for message, _ in results)
     assert all(values == ["0", "1", "2"] for _, values in results)
+
+
+def forked(call) -> str:
+    """What a call says in a fork of this process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, caught(call).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, closefd=True) as said:
+        text = said.read() if select.select([said], [], [], 20)[0] else "nothing within 20 seconds"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return text
+
+
+def check_fork(rank: int, validate: str) -> list[str]:
+    cp = ring_la.ContextParallel(group(2), scan="ring", validate=validate, timeout=30)
+    layout = cp.layout(8)
+    x = torch.ones(1, layout.local_length, 1, 2)
+    split = lambda: ring_la.linear_attention(x, x, x, layout=layout)  # noqa: E731
+    split()
+    whole = torch.arange(8.0)[None]
+    said = [forked(call) for call in (split, lambda: cp.layout(9), lambda: layout.shard(whole))]
+    return [*said, caught(lambda: torch.testing.assert_close(layout.gather(layout.shard(whole)), whole))]
+
+
+@pytest.mark.parametrize("validate", ["first", "never"])
+def test_a_fork_neither_calls_nor_disturbs_its_parents_calls(ranks, validate):
+    """A loader's worker may cut sequences; a split call would wait for threads that the fork has not, and its entry in
+    the log, which is memory of both, would be the parent's."""
+    for split, made, cut, after in ranks.run(2, check_fork, validate):
+        assert "group: expected a group of this process" in split
+        assert validate == "never" or "group: expected a group of this process" in made
+        assert "nothing" in cut
+        assert "nothing" in after
 
 
 def check_peer(rank: int, how: str, scan: str) -> tuple[str, float]:

@@ -321,6 +321,27 @@ def test_handles_are_copied_as_themselves_and_never_pickled(ranks):
     ranks.run(1, check_handles)
 
 
+def check_destroyed(rank: int) -> list[str]:
+    """What calls say whose group is gone."""
+    made = dist.new_group([0, 1])
+    cp = ring_la.ContextParallel(made, scan="ring", timeout=30)
+    layout = cp.layout(8)
+    x = torch.ones(1, layout.local_length, 1, 2)
+    dist.destroy_process_group(made)
+    said = []
+    for call in (ring_la.linear_attention, ring_la.attention):
+        try:
+            call(x, x, x, layout=layout)
+        except ring_la.RingLAError as e:
+            said.append(str(e))
+    return said
+
+
+def test_a_group_that_is_gone_is_named(ranks):
+    message = "group: expected a process group that is there, got one that was destroyed"
+    assert ranks.run(2, check_destroyed) == [[message] * 2] * 2
+
+
 def check_unnamed(rank: int) -> list[str]:
     """Where messages are, of groups of a job that has GPUs: PyTorch calls a backend that nobody named "undefined"."""
     found = []

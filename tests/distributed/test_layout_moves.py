@@ -81,5 +81,27 @@ def check_bad_moves(rank: int) -> None:
         layout.gather(torch.zeros(1, n), dim="1")
 
 
+def check_elsewhere(rank: int) -> None:
+    """What messages cannot be made of, on one rank, is refused on both before anything is sent."""
+    layout = ring_la.ContextParallel(group(2), scan="ring", timeout=60).layout(23, "contiguous")
+    other, x = layout.cp.layout(23, "zigzag"), torch.zeros(1, layout.local_length, 1, 2, 2)
+    calls = [
+        ("x", layout.gather),
+        ("x", lambda t: layout.convert(t, other)),
+        ("ids", lambda t: layout.targets(t.long())),
+    ]
+    for name, call in (*calls, ("b", lambda t: layout.cp.scan(None, t, layout))):
+        for bad, said in (
+            (x.to("meta"), f"device of {name}=meta"),
+            (x.to_sparse(), f"refused: {name}: expected a dense"),
+        ):
+            with pytest.raises(ring_la.DisagreementError, match=f"rank 1: .*{said}"):
+                call(bad if rank else x)
+
+
+def test_tensors_elsewhere_are_refused_on_every_rank(ranks):
+    ranks.run(2, check_elsewhere)
+
+
 def test_bad_moves_are_named(ranks):
     ranks.run(2, check_bad_moves)

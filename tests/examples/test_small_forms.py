@@ -113,3 +113,12 @@ def test_a_video_is_written(ranks, tmp_path):
 def test_a_mixture_of_experts_trains_without_torchrun():
     lines = said("moe_hybrid.py", "--steps=3", "--seq-len=64").splitlines()
     assert [line.split(",")[0] for line in lines if line.startswith("layer")] == ["layer 0", "layer 1", "layer 2"]
+
+
+@pytest.mark.parametrize("words", [["--height", "0"], ["--steps", "-1"], ["--width", "1.5"]])
+def test_sizes_are_numbers(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["text_to_image.py", *words])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit):
+        importlib.import_module("pipelines").options("", {"height": 128, "width": 128}, "image.png")
+    assert f"{words[0]}: expected a number, at least 1, got {words[1]!r}" in capsys.readouterr().err

@@ -21,6 +21,7 @@ pytest.importorskip("jsonargparse")
     [
         *[("data.sequences", 0), ("optimizer.clip", 0.0), ("run.steps", -1), ("run.keep", 0), ("memory.offload", -1.0)],
         *[("optimizer.beta2", 1.5), ("optimizer.weight_decay", -1.0), ("data.max_document", 1), ("run.rehearse", 1)],
+        *[("run.rehearse", 4097), ("parallel.head_groups", 0)],
         *[("memory.recompute", ["nosuch"]), ("run.pretrained", "out"), ("model.lora_targets", ["q_proj"])],
         *[("model.lora", 4), ("model.lora", 0), ("model.scratch", True), ("model.spread_experts", True)],
     ],

@@ -109,6 +109,8 @@ def test_what_cannot_work_is_not_retried(tmp_path):
         (["--model.num_heads=3"], "num_heads: expected a divisor of 128"),
         (["--memory.recompute=[banana]"], "memory.recompute: expected mlp, block, norm or names out of"),
         (["--run.folder=FOLDER", "--model.dim=64"], "run.folder: expected a folder of its own .* dim=64"),
+        (["--run.folder=FOLDER/config.json"], "run.folder: expected a folder, there or to be made"),
+        (["--parallel.head_groups=0"], "parallel.head_groups: expected auto or at least 1"),
         ([], ""),
     ],
 )
@@ -122,6 +124,12 @@ def test_what_cannot_work_is_found_before_ranks_start(arguments, message, tmp_pa
         return
     with pytest.raises(SystemExit, match=message):
         example().main(["--check", "4", *words])
+
+
+@pytest.mark.parametrize("words", [[], ["x"], ["0"], ["-2"]])
+def test_a_check_is_of_a_number_of_ranks(words):
+    with pytest.raises(SystemExit, match="--check: expected a number of ranks"):
+        example().main(["--check", *words])
 
 
 SMALL = [f"--data.source={ROOT / 'docs'}", "--data.seq_len=64", "--data.sequences=1", "--memory.dtype=float32"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ring_la import ArgumentError, ContextParallel
+from ring_la import ArgumentError, ContextParallel, DisagreementError
 from ring_la.models import HybridConfig, HybridLM
 from tests.support.pool import group
 
@@ -111,6 +111,41 @@ def test_a_wrong_config_is_refused(changes, message):
         make(**changes)
 
 
+WRONG = [
+    ("ids", lambda ids, targets: dict(ids=ids + 1000)),
+    ("ids", lambda ids, targets: dict(ids=ids - 100)),
+    ("targets", lambda ids, targets: dict(targets=targets - 1000)),
+    ("targets", lambda ids, targets: dict(targets=targets.float())),
+    *(("total", lambda ids, targets, total=total: dict(total=total)) for total in (0, -3, "9", torch.tensor(0), True)),
+    ("total", lambda ids, targets: dict(total=torch.ones(2))),
+    *(("chunk", lambda ids, targets, chunk=chunk: dict(chunk=chunk)) for chunk in (0, None)),
+]
+
+
+def check_wrong(rank: int) -> list[str]:
+    """What rank 1 alone brings to a loss, and rank 0 hears of at once."""
+    missed, whole, model = [], tokens(1, 9).clamp(max=9), make()
+    cp = ContextParallel(group(2), scan="ring", timeout=60)
+    for name, change in (*WRONG, ("total", lambda ids, targets: dict(total=8))):
+        layout = cp.layout(9)  # on which no call was compared
+        ids = layout.shard(whole)
+        given = dict(ids=ids, targets=layout.targets(ids), layout=layout)
+        try:
+            model.loss(**given | dict(total=9) | (change(ids, given["targets"]) if rank else {}))
+            missed.append(f"{name} is taken")
+        except DisagreementError as e:
+            missed += [] if name in str(e) else [f"{name}: {e}"]
+    return missed
+
+
+def test_wrong_tokens_and_numbers_are_refused_on_every_rank(ranks):
+    assert ranks.run(2, check_wrong) == [[], []]
+    model, ids = make(), tokens(1, 9)
+    for name, change in WRONG:
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            model.loss(**dict(ids=ids, targets=ids) | change(ids, ids))
+
+
 def test_wrong_ids_are_refused():
     model, ids = make(), tokens(2, 9)
     with pytest.raises(ArgumentError, match="ids: expected an int tensor"):
@@ -123,5 +158,5 @@ def test_wrong_ids_are_refused():
         model.loss(ids[:1], cu_seqlens=[0, 9])
     with pytest.raises(ArgumentError, match="states: expected one for each of 4 layers, got 1"):
         model(ids, states=[None])
-    with pytest.raises(ArgumentError, match="targets: expected a tensor of the shape of ids"):
+    with pytest.raises(ArgumentError, match=r"targets: expected torch\.int64 of the shape of ids"):
         model.loss(ids, ids[:, 1:])

@@ -61,7 +61,8 @@ def test_states_go_to_the_host_and_to_disk_and_come_back_on_any_number_of_ranks(
     there = len(list(of_model.iterdir()))
     assert ranks.run(1, check_tiers, str(tmp_path), [[3]])[0][0] == [truth([3], 3, WHOLE)]
     assert len([x for x in of_model.iterdir() if (x / "about.json").is_file()]) <= there
-    for bad in (Keep(1, disk=1), Keep(1, folder=tmp_path), Keep(-1)):
+    (tmp_path / "file").touch()
+    for bad in (Keep(1, disk=1), Keep(1, folder=tmp_path), Keep(-1), Keep(1, disk=1, folder=tmp_path / "file")):
         with pytest.raises(ArgumentError, match="keep: expected"):
             engine(keep=bad)
 

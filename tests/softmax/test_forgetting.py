@@ -92,8 +92,20 @@ def test_long_sums_keep_their_differences_in_bf16():
     assert dg < 5e-3
 
 
+def wrong(x: dict[str, torch.Tensor]):
+    """The name that an error has, and what it is of."""
+    yield from (("g", x["g"][:, 1:]), ("k", x["k"][:, 1:]), ("q", None), ("k", x["k"].float()))
+    yield from ((n, t.to_sparse()) for n, t in x.items())
+    yield from ((n, t.to("meta")) for n, t in x.items() if n != "q")
+    yield from (("window", (3, 0)), ("window", -2), ("scale", "1"), ("layout", "zigzag"))
+    offsets = CU[:-1], (0, 9, 5, T), (1, T)
+    yield from (("cu_seqlens", t) for t in (list(CU), torch.tensor(CU).float(), *map(torch.tensor, offsets)))
+
+
 def test_bad_arguments_are_named():
     x = {n: t.detach() for n, t in tokens(1).items()}
-    for name, bad in (("g", x["g"][:, 1:]), ("k", x["k"][:, 1:]), ("q", None)):
+    for name, bad in wrong(x):
         with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected"):
             ring_la.forgetting_attention(**(x | {name: bad}))
+    with pytest.raises(ring_la.ArgumentError, match=r"^q: .* heads"):
+        ring_la.forgetting_attention(**(x | {"k": x["k"][:, :, :0]}))

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ring_la
+from ring_la import reference
 from ring_la.softmax import attention, operator
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.call import AttentionCall
@@ -49,6 +50,43 @@ def test_long_rows_are_cut_into_strips():
         assert error(got.lse, want.lse) < 1e-12
 
 
+def both_ways(function, x: dict[str, torch.Tensor], **keywords) -> list[torch.Tensor]:
+    """o, lse and the gradients of the tensors as they are, of a loss whose gradient of o has its channels apart."""
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+    out = function(**leaves, **keywords)
+    weights = torch.linspace(-1, 1, out.o.numel(), dtype=out.o.dtype).view(*out.o.shape[:2], -1, out.o.shape[2]).mT
+    return [out.o, out.lse, *torch.autograd.grad((out.o * weights).sum(), list(leaves.values()))]
+
+
+def plain(groups: int = 4) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return {n: torch.randn(2, 23, h, 8, generator=rng) for n, h in (("q", 4), ("k", groups), ("v", groups))}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_channels_need_not_stand_side_by_side(name):
+    """PyTorch's kernel for the CPU reads its tensors as if they did."""
+    x = plain()
+    apart = x | {name: torch.stack([x[name], -x[name]], -1)[..., 0]}
+    assert apart[name].stride(-1) == 2
+    want = both_ways(reference.attention, {n: t.double() for n, t in x.items()})
+    for keywords in (dict(), dict(backend="cpu_flash"), dict(backend="torch")):
+        assert max(map(error, both_ways(attention, apart, **keywords), want)) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_may_have_any_sign(scale):
+    """PyTorch's kernel for the CPU makes NaN of hidden keys then."""
+    x, keywords = plain(2), dict(scale=scale, window=(5, 0))
+    for more in (keywords, dict(scale=scale), dict(scale=scale, causal=False)):
+        want = both_ways(reference.attention, {n: t.double() for n, t in x.items()}, **more)
+        o, lse, *gradients = both_ways(attention, x, **more)
+        assert max(error(o, want[0]), error(lse, want[1])) < 1e-5
+        assert all(torch.allclose(g.double(), w, atol=1e-5) for g, w in zip(gradients, want[2:]))
+    with pytest.raises(ring_la.UnsupportedError, match=r"cpu_flash.*scale"):
+        attention(**x, scale=scale, backend="cpu_flash")
+
+
 GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
 
 
@@ -56,6 +94,9 @@ GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
     ("change", "name"),
     [
         (dict(q=torch.zeros(2, 6, 8)), "q"),
+        (dict(q=None), "q"),
+        (dict(k=None), "k"),
+        (dict(v=torch.zeros(2, 6, 2, 8).to_sparse()), "v"),
         (dict(q=torch.zeros(2, 6, 4, 8, dtype=torch.int64)), "q"),
         (dict(q=torch.zeros(2, 6, 3, 8)), "q"),
         (dict(k=torch.zeros(2, 6, 2, 9)), "k"),

@@ -178,3 +178,20 @@ def test_ranks_that_hang_or_die_are_told_apart():
     assert hangs.verdict == dies.verdict == "silent"
     assert "all_reduce" in hangs.words[0], hangs
     assert "exit code 3" in dies.words[1], dies
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("subject", lambda: judge(None)),
+        ("sizes", lambda: judge(Subject(print, "gla"), sizes=2)),
+        ("sizes", lambda: judge(Subject(print, "gla"), sizes=(0,))),
+        ("run", lambda: judge(Subject(lambda call: None, "gla"))),
+        ("run", lambda: Subject("print", "gla")),
+        ("kinds", lambda: Subject(print, "gla", kinds=("zig",))),
+        ("kinds", lambda: Subject(print, "gla", kinds="zigzag")),
+    ],
+)
+def test_what_no_rank_can_be_given_is_named(name, call):
+    with pytest.raises(ring_la.ArgumentError, match=f"^{name}: expected"):
+        call()

@@ -13,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
+from ...softmax.backends import BACKENDS
+from ...softmax.options import check_comm_dtype
 from .adoption import adopt
 from .ahead import FAMILIES, has_family
 from .catalogue import find_plan
 from .graphs import adopt_captured
 from .kernels import kernel_named
 from .model import SplitDenoiser
-from .pipeline import Axes, SplitPipeline, axes_of, controlnets_of, is_pipeline, transformers_of
+from .pipeline import Axes, SplitPipeline, agree_on, axes_of, controlnets_of, is_pipeline, transformers_of
 from .plans import ModelPlan
 
 
@@ -81,9 +83,14 @@ def parallelize(
     if not isinstance(cp, ContextParallel):
         raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
     flags = dict(average=average, vae=vae, text=text, capture=capture, keys_first=keys_first)
+    if is_pipeline(transformer):
+        agree_on(cp, cfg, flags | dict(backend=backend, kv_comm_dtype=kv_comm_dtype))
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentError(name, "True or False", repr(flag))
+    if backend not in (None, *BACKENDS):
+        raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}", repr(backend))
+    check_comm_dtype(kv_comm_dtype)
     if capture and cp.validate == "always":
         raise UnsupportedError("capture", 'False with validate="always", which waits for the device', True)
     if keys_first and cp.attention in ("ulysses", "usp"):

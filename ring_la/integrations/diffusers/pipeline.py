@@ -56,6 +56,13 @@ def _nets(model: nn.Module) -> list[nn.Module]:
     return list(nets) if isinstance(nets, nn.ModuleList) else [model]
 
 
+def agree_on(cp: ContextParallel, cfg: object, options: dict[str, object]) -> None:
+    """Refuse, on every rank, options in which ranks differ, before some of them make groups that the others do not."""
+    axis = isinstance(cfg, (dist.ProcessGroup, DeviceMesh))
+    if cp.validate != "never":
+        cp.comm.agreement.agree("the options of parallelize", {"cfg": "an axis" if axis else repr(cfg)} | options)
+
+
 def axes_of(cp: ContextParallel, cfg: object) -> Axes:
     """The axes that `cfg` asks for. Collective."""
     if isinstance(cfg, (dist.ProcessGroup, DeviceMesh)):

@@ -38,7 +38,8 @@ class Batches:
         if arguments.get("layout") is None and (validate == "always" or (validate == "first" and not self._compared)):
             tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
             sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
-            comm.agreement.agree("the whole batch, which every rank must be given", sums, ROWS)
+            numbers = {n: x for n, x in arguments.items() if isinstance(x, (int, float))}
+            comm.agreement.agree("the whole batch, which every rank must be given", sums | numbers, ROWS)
             self._compared = True
         return call, local
 

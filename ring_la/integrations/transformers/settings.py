@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...checks import check_flag
 from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError
@@ -34,6 +35,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.cp, ContextParallel):
             raise ArgumentError("cp", "a ContextParallel", type(self.cp).__name__)
+        for name, flag in (("average", self.average), ("check", self.check)):
+            check_flag(name, flag)
         if self.kind not in ("zigzag", "contiguous"):
             raise ArgumentError("kind", "zigzag or contiguous", repr(self.kind))
         if self.loss_chunk is not None and (not isinstance(self.loss_chunk, int) or self.loss_chunk < 1):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..geometry import Pair, Tile
 from ..geometry.tiles import squares, tiles
-from ..merging import Gradients, Partial
+from ..merging import Gradients, Partial, dense
 from ..scores import BEYOND, Scores
 
 
@@ -69,11 +69,10 @@ class QueryRows(NamedTuple):
     delta: Tensor | None = None
 
     def cut(self, rows: slice) -> QueryRows:
-        """Some of them."""
-        if rows.stop - rows.start == self.q.shape[1]:
-            return self
-        of_rows = (x.narrow(1, rows.start, rows.stop - rows.start) for x in (self.q, self.o, self.do))
-        return QueryRows(*of_rows, *(None if x is None else x[:, :, rows] for x in (self.lse, self.delta)))
+        """Some of them, their channels side by side."""
+        whole = rows.stop - rows.start == self.q.shape[1]
+        sums = (x if x is None or whole else x[:, :, rows] for x in (self.lse, self.delta))
+        return QueryRows(*(_cut(x, rows) for x in (self.q, self.o, self.do)), *sums)
 
 
 class AttentionBackend(ABC):
@@ -174,6 +173,6 @@ class TileBackend(AttentionBackend):
 
 
 def _cut(x: Tensor, rows: slice) -> Tensor:
-    """Some rows of ``x [B, T, H, D]``."""
+    """Some rows of ``x [B, T, H, D]``, their channels side by side: some kernels do not look at their stride."""
     n = rows.stop - rows.start
-    return x if n == x.shape[1] else x.narrow(1, rows.start, n)
+    return dense(x if n == x.shape[1] else x.narrow(1, rows.start, n))

@@ -32,6 +32,7 @@ class ChosenBackend(AttentionBackend):
         chosen: int ``[B, Tq, Hk or 1, S]``; −1: nothing.
     """
 
+    knows = frozenset({"scale"})
     chosen: Tensor
 
     def of(self, chosen: Tensor) -> ChosenBackend:

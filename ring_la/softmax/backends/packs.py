@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Pair, Tile, once, strips, tiles
+from ..merging import dense
 
 LARGE = 1 << 23
 """Scores of a tile that is worth a call of its own where its rows would be gathered: with 32 heads of 128 channels it
@@ -63,10 +64,10 @@ class Side:
         return cls(rows, torch.tensor(offsets, dtype=torch.int32, device=device), max(b - a for a, b in spans))
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The rows of `x` in the order of the tiles."""
+        """The rows of `x` in the order of the tiles, its last dimension side by side."""
         if isinstance(self.rows, slice):
-            return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
-        return x.index_select(dim, self.rows)
+            return dense(x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start))
+        return dense(x.index_select(dim, self.rows))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class TorchBackend(AttentionBackend):
     """Scores strip by strip."""
 
     name = "torch"
-    knows = frozenset({"softcap", "alibi_slopes", "dropout_p", "sums"})
+    knows = frozenset({"scale", "softcap", "alibi_slopes", "dropout_p", "sums"})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         for tile in tiles(pair):

@@ -8,7 +8,7 @@ written again for each block. A kernel that accumulates by itself asks for one w
 """
 
 from .partial import Partial
-from .parts import has_triton, wide
+from .parts import dense, has_triton, wide
 from .sums import Gradients, Sum, row_sums
 
-__all__ = ["Gradients", "Partial", "Sum", "has_triton", "row_sums", "wide"]
+__all__ = ["Gradients", "Partial", "Sum", "dense", "has_triton", "row_sums", "wide"]

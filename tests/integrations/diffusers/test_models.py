@@ -251,6 +251,8 @@ def check_refusals(rank: int) -> list[str]:
     parallelize(other, cp)
     longer = given | dict(encoder_hidden_states_t5=torch.zeros(2, 6, 8, dtype=torch.float64))
     expect("expected 5 tokens of text, as before in this call, got 6", lambda: other(**longer))
+    expect("backend: expected None or one of", lambda: parallelize(make("flux")[0], cp, backend="flashy"))
+    expect("kv_comm_dtype: expected None or one of", lambda: parallelize(make("flux")[0], cp, kv_comm_dtype="fp8"))
     model.set_attn_processor(type(before["processor"])())
     expect("set afterwards", lambda: model(**inputs))
     return bad

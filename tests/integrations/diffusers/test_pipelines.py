@@ -178,6 +178,7 @@ def check_axes(rank: int) -> list[str]:
     for words, call in (
         ("cfg: expected a number that divides the 2 ranks", lambda: parallelize(other, cp, cfg=3)),
         ("cfg: expected the axis itself", lambda: parallelize(other, cp, cfg=2)),
+        ("disagree on the options of parallelize", lambda: parallelize(other, cp, cfg=1 + rank % 2)),
         ("vae: expected True or False", lambda: parallelize(other, cp, vae=1)),
         ("vae: expected a pipeline with one of AutoencoderKL", lambda: parallelize(other, cp, vae=True)),
         ("expected a pipeline with cfg, vae or text", lambda: parallelize(flux, cp, text=True)),

@@ -85,6 +85,8 @@ def different_batches(rank: int) -> None:
         model(input_ids=ids()[:, rank:])
     with pytest.raises(DisagreementError, match=slip.format("the whole batch, which every rank must be given")):
         model(input_ids=ids(seed=rank))
+    with pytest.raises(DisagreementError, match=r"rank 0: num_items_in_batch=40\n  rank 1: num_items_in_batch=41"):
+        model(input_ids=ids(), labels=ids(), num_items_in_batch=40 + rank)
     model(input_ids=ids(), labels=ids())
     with pytest.raises(DisagreementError, match=slip.format("the batch")):
         model(input_ids=ids(seed=rank), labels=ids(seed=rank))
@@ -189,3 +191,13 @@ def refused_models(rank: int) -> None:
 
 def test_refused_models(ranks):
     ranks.run(1, refused_models)
+
+
+@pytest.mark.parametrize(("name", "given"), [("average", dict(average=1)), ("check", dict(check="no"))])
+def test_flags_are_flags(name, given):
+    from ring_la import ArgumentError, ContextParallel
+    from ring_la.integrations.transformers.settings import Settings
+
+    cp = object.__new__(ContextParallel)
+    with pytest.raises(ArgumentError, match=f"^{name}: expected True or False"):
+        Settings(**dict(cp=cp, kind="zigzag", average=False, loss_chunk=None, check=True) | given)

@@ -22,7 +22,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     sums_wide = False
-    knows = frozenset({"softcap", "alibi_slopes", "dropout_p", "sums"})
+    knows = frozenset({"scale", "softcap", "alibi_slopes", "dropout_p", "sums"})
 
     def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cuda" and not launch.interpreted:

@@ -162,7 +162,7 @@ class SpansInBlocks(OfSpans):
 def _spanned(q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> bool:
     """Whether kernels of spans do it: by scores and heads alone, which are the same on all ranks. (Of nothing there are
     no descriptors, nor are there any bits.)"""
-    if not BY_SPANS or scores.beyond - {"sums"} or scores.scale <= 0 or not (q.numel() and k.numel()):
+    if not BY_SPANS or scores.beyond - {"sums"} or not (q.numel() and k.numel()):
         return False
     heads = q[..., : scores.sums or None]
     fetched = all(x.shape[-1] * x.element_size() % BOUNDARY == 0 for x in (q, v))

@@ -41,7 +41,7 @@ class SpanWork(NamedTuple):
 
 def simple(pair: Pair, scores: Scores) -> bool:
     """Whether spans are all there is to these scores."""
-    return scores.beyond <= {"sums"} and scores.scale > 0 and pair.rows.rising and pair.keys.rising
+    return scores.beyond <= {"sums"} and pair.rows.rising and pair.keys.rising
 
 
 @once
