@@ -164,8 +164,8 @@ def padded(width: int) -> int:
 
 
 def columns_of_values(K: int, V: int) -> int:
-    """Columns of a tile of values: up to 64 as many as of keys. Of narrower ones ptxas 12.8 makes products whose operand
-    is at an address that nothing defines (`tests.gpu.check_registers`)."""
+    """Columns of a tile of values: up to 64 as many as of keys. Of narrower ones ptxas 12.8 makes products with an
+    operand at an address that nothing defines (`tests.gpu.check_registers`)."""
     return max(padded(V), min(padded(K), 64))
 
 
