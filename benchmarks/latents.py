@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
-from benchmarks.options import need_gpus
+from benchmarks.options import join_gpus
 from ring_la import reference
 from ring_la.softmax.strategies import mailbox
 
@@ -157,9 +156,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=100, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    need_gpus(parser)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    join_gpus(parser)
     cp = ring_la.ContextParallel(attention="ring")
     result = {"errors": check(cp), "rows": []}
     if cp.rank == 0:

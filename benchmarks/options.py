@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ring_la.cli.options import count
 from ring_la.errors import ArgumentError
@@ -19,6 +21,16 @@ def need_gpus(parser: argparse.ArgumentParser) -> None:
     """End with a line where there is no CUDA device."""
     if not torch.cuda.is_available():
         parser.error("device: expected a CUDA device, got none")
+
+
+def join_gpus(parser: argparse.ArgumentParser) -> None:
+    """Join torchrun's ranks over NCCL, a GPU each; end with a line where there are none."""
+    need_gpus(parser)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("ranks: expected some that torchrun started, got a process alone")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
 
 
 def counts(text: str) -> list[int]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import tempfile
 import time
 from datetime import timedelta
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from benchmarks.options import need_gpus
+from benchmarks.options import join_gpus
 from ring_la.algebra import Affine
 from ring_la.comm import Group
 from ring_la.scan import STRATEGIES
@@ -217,9 +216,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no part is started")
     args = parser.parse_args()
-    need_gpus(parser)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    join_gpus(parser)
     start = time.monotonic()
     result = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "ranks": dist.get_world_size()}
     args.out.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def grouped_gemm(
         is; otherwise a copy is made, as it is of an `a` whose rows are not contiguous.
     group_sizes : [G], int32 or int64, each ≥ 0, on the device of `a` or on the CPU. On the CPU they must sum to M. On
         CUDA nobody looks at them from the host: rows past the sum are zero, and sizes that overrun M are cut there.
-    backend : "auto", "loop", "torch", "triton" or "cutlass". A named back end computes this product, or raises
+    backend : "auto", "loop", "torch", "triton" or "cutlass". A named backend computes this product, or raises
         `UnsupportedError` saying which can; it computes the gradients too where it can, and "auto" where not.
 
     Returns [M, N]. With two lists, `a` of [M_i, K_i] and `b` of [K_i, N_i], returns the list of their products; groups
@@ -138,7 +138,7 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-# The operators. `strict` is False for the gradients: there a named back end that cannot is replaced by "auto".
+# The operators. `strict` is False for the gradients: there a named backend that cannot is replaced by "auto".
 
 
 @torch.library.custom_op("ring_la::grouped_rows", mutates_args=())

@@ -64,7 +64,7 @@ def test_one_gradient_alone(wants):
 
 
 def test_the_graph_is_not_lost():
-    """Every back end's result is part of the graph, whatever computed it."""
+    """Every backend's result is part of the graph, whatever computed it."""
     a, b, sizes = operands((2, 3), k=8, n=8, dtype=torch.float32, grad=True)
     for backend in ("auto", "loop", "torch"):
         out = grouped_gemm(a, b, sizes, backend=backend)
@@ -268,7 +268,7 @@ def test_vmap_is_refused():
 
 
 def test_a_gradient_falls_back_where_a_named_backend_cannot():
-    """The forward product is strict; a gradient the named back end refuses goes to "auto"."""
+    """The forward product is strict; a gradient the named backend refuses goes to "auto"."""
     a, b, sizes = operands((2, 3), k=8, n=8, dtype=torch.float32, grad=True)
     calls = []
     backend = load("torch")
@@ -333,7 +333,7 @@ class StandInOperator:
 
 @pytest.fixture
 def cutlass(monkeypatch):
-    """The CUTLASS back end on a stand-in for its package, allowed to run on the CPU."""
+    """The CUTLASS backend on a stand-in for its package, allowed to run on the CPU."""
     from ring_la.kernels.grouped import cutlass_backend
 
     found = [StandInOperator((128, 128, 64), False), StandInOperator((256, 128, 64), True)]

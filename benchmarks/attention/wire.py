@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import pathlib
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
-from benchmarks.options import counts, names, need_gpus
+from benchmarks.options import counts, join_gpus, names
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.wire import COMM_NAMES
@@ -74,9 +73,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=[*BACKENDS], default="cudnn")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_wire.json"))
     args = parser.parse_args()
-    need_gpus(parser)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    join_gpus(parser)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     facts, found = dict(device=torch.cuda.get_device_name(), torch=torch.__version__), []
     for case in args.cases:

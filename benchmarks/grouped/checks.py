@@ -33,7 +33,7 @@ CHECKS = (
 
 
 def check_product(case: tuple, kind: str) -> list[dict]:
-    """One of `CHECKS` on every back end: its error against fp64 beside the loop's; NaN waits in the spare rows."""
+    """One of `CHECKS` on every backend: its error against fp64 beside the loop's; NaN waits in the spare rows."""
     sizes, k, n, dtype, spare = case
     a, b, dc = operands(sum(sizes) + spare, len(sizes), k, n, dtype)
     a[sum(sizes) :], dc[sum(sizes) :] = float("nan"), float("nan")

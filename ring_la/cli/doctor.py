@@ -3,7 +3,7 @@
     ring-la doctor
     torchrun --nproc_per_node 4 -m ring_la doctor [--heads 32 --width 128] [--layout zigzag]
 
-Alone: versions, GPUs, optional libraries, and for each kind of call the back ends in the order they are tried. Under
+Alone: versions, GPUs, optional libraries, and for each kind of call the backends in the order they are tried. Under
 torchrun also α and β of the group, as scan="auto" measures them when a ContextParallel is made, and what it chooses for
 the states of each recurrence, with the predicted time of their exchange, forward and back.
 """
@@ -106,12 +106,12 @@ def device_and_dtype() -> tuple[torch.device, torch.dtype]:
 
 
 def verdict(refusals: dict[str, str], used: str) -> list[tuple[str, str]]:
-    """Back ends in the order they are tried: which is used, which could be, and why the others could not."""
+    """Backends in the order they are tried: which is used, which could be, and why the others could not."""
     return [(name, why or ("used" if name == used else "could")) for name, why in refusals.items()]
 
 
 def linear(width: int) -> list[tuple[str, str]]:
-    """In chunks and token by token, each rule on the first back end that can."""
+    """In chunks and token by token, each rule on the first backend that can."""
     device, dtype = device_and_dtype()
     x = torch.empty(1, 64, 1, width, device=device, dtype=dtype)
     lines = []

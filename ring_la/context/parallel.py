@@ -34,8 +34,8 @@ class ContextParallel(ContextRanks):
         deterministic: results, losses and gradients do not depend on the number of ranks, the layout or the packing,
             bit for bit (docs/users/promises.md says of what): segment borders fall on multiples of 64 tokens of each
             document, each such block is computed by itself, and sums have one order or are exact.
-        timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
-            process group's own timeout governs.
+        timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError that names it; on GPUs where no
+            host is behind another and a message of NCCL's is stuck, the process group's own timeout governs.
         validate: "first" waits for a comparison of shapes, dtypes, flags and layouts among ranks the first time a
             layout sees them; ranks that differ later get the same `DisagreementError`, without waiting;
             "always" waits in every call and also checks values (gates ≤ 0, no NaN), which synchronises;

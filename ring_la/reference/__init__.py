@@ -1,7 +1,7 @@
 """The truth: every public function as an fp64 token loop, dense softmax, or plain sum.
 
 The functions have the names of the public interface and its arguments, but for those that choose how a result is made
-(`strategy`, `kv_layout`, `dropout_seed`, `form`, `output_latents`, `in_place`, a back end of `grouped_gemm`). They
+(`strategy`, `kv_layout`, `dropout_seed`, `form`, `output_latents`, `in_place`, a backend of `grouped_gemm`). They
 follow the defining equation of each paper one token at a time, share nothing with the chunked kernels, and are
 differentiable by plain autograd, so the true gradients come from them too. Everything is computed in, and returned as,
 float64, on the device of the inputs.

@@ -11,7 +11,7 @@ that, the host waits for the oldest, so that the device never holds much more th
 Backward, a tensor that is asked for brings the `ahead` tensors kept before it on their way too, and the host, which
 launches faster than a device computes, waits where more than `in_flight` bytes came back that the device has not used.
 
-On GPUs this has not been run. Without one the copies are made at once.
+Without a GPU the copies are made at once.
 """
 
 from __future__ import annotations

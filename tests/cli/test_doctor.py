@@ -1,4 +1,4 @@
-"""``ring-la doctor``: every back end is used, could be, or says why not; a group's α, β and choices."""
+"""``ring-la doctor``: every backend is used, could be, or says why not; a group's α, β and choices."""
 
 from __future__ import annotations
 

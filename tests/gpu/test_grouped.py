@@ -1,4 +1,4 @@
-"""Grouped products on a GPU, each back end against fp64: `pytest -m gpu tests/gpu/test_grouped.py`."""
+"""Grouped products on a GPU, each backend against fp64: `pytest -m gpu tests/gpu/test_grouped.py`."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def parallelize(
         cp: the group the sequence is split over; its `attention` says how keys travel.
         backend: the kernel of split attention, by `ring_la.attention`'s name; None: the one that is named to Diffusers,
             or the fastest that can do it.
-        kv_comm_dtype: in what keys and values travel, torch.float8_e4m3fn or None for their own dtype; without
-            gradients.
+        kv_comm_dtype: in what keys and values travel, torch.float8_e4m3fn or float8_e5m2, without gradients; None: in
+            their own dtype.
         average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP. Of a
             ControlNet before a transformer that averages, it stays False: what comes back is averaged already.
         plan: what of the model is split, where it is not one of `PLANS` or another version of it.

@@ -93,7 +93,7 @@ def _launch(
 
 
 def forward(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float) -> Tensor:
-    """``x [..., D]``, weight ``[D]``, gate like x; see `kernels.rms`."""
+    """``x [..., D]``, weight ``[D]``, gate like x; see `rms_norm`."""
     return _launch(x, weight, gate, None, silu, eps)[0]
 
 

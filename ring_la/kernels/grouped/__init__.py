@@ -1,6 +1,6 @@
-"""Who computes a grouped product: a registry of back ends, one file each.
+"""Who computes a grouped product: a registry of backends, one file each.
 
-A back end is a module here that defines ``backend``, an object with the methods of `GroupedBackend`. Its name in
+A backend is a module here that defines ``backend``, an object with the methods of `GroupedBackend`. Its name in
 `BACKENDS` (and, for "auto" to try it, in preference.py) is all there is to register; tests walk the registry.
 Modules are imported when they are first asked for, so Triton and CUTLASS need not be there.
 """
@@ -17,13 +17,13 @@ from .product import GroupedBackend, GroupedProduct, Product
 
 __all__ = ["BACKENDS", "GroupedBackend", "GroupedProduct", "Product", "check_name", "choose", "load"]
 
-#: Name of a back end → the module of this package that holds it.
+#: Name of a backend → the module of this package that holds it.
 BACKENDS = {"loop": "loop", "torch": "aten", "triton": "triton_backend", "cutlass": "cutlass_backend"}
 
 
 @functools.cache
 def load(name: str) -> GroupedBackend:
-    """The back end of that name."""
+    """The backend of that name."""
     return importlib.import_module(f"{__name__}.{BACKENDS[name]}").backend
 
 
@@ -33,7 +33,7 @@ def check_name(name: object) -> None:
 
 
 def choose(name: str, call: GroupedProduct) -> str:
-    """The back end for this call: the named one or, with "auto", the fastest that can do it."""
+    """The backend for this call: the named one or, with "auto", the fastest that can do it."""
     if name != "auto":
         reason = load(name).unsupported(call)
         if not reason:
@@ -45,4 +45,4 @@ def choose(name: str, call: GroupedProduct) -> str:
         if not load(candidate).unsupported(call):
             return candidate
     reasons = "; ".join(f"{other}: {load(other).unsupported(call)}" for other in BACKENDS)
-    raise UnsupportedError("a", "operands some back end can multiply", f"{call.x.dtype} on {call.x.device}", reasons)
+    raise UnsupportedError("a", "operands some backend can multiply", f"{call.x.dtype} on {call.x.device}", reasons)

@@ -1,4 +1,4 @@
-"""One matmul a group: the CPU's and fp64's back end, and the one to read first.
+"""One matmul a group: the CPU's and fp64's backend, and the one to read first.
 
 It must know the sizes on the host. On CUDA that is a synchronisation (and no CUDA graph) unless the sizes are
 already on the CPU, so "auto" comes here on CUDA only for dtypes nobody else takes.

@@ -1,6 +1,6 @@
-"""Which back end is the fastest, as data.
+"""Which backend is the fastest, as data.
 
-A line holds for groups of up to so many rows on average; the first that fits decides, and of its back ends the
+A line holds for groups of up to so many rows on average; the first that fits decides, and of its backends the
 first that can do the call. `ring-la bench grouped` prints the times to fill these lines from.
 """
 
@@ -10,7 +10,7 @@ import math
 
 from .product import GroupedProduct
 
-#: product → (rows per group up to, back ends from fastest to slowest).
+#: product → (rows per group up to, backends from fastest to slowest).
 ON_CUDA = {
     "rows": ((math.inf, ("triton", "torch", "cutlass", "loop")),),
     "outer": (
@@ -21,7 +21,7 @@ ON_CUDA = {
 
 
 def preferred(call: GroupedProduct) -> tuple[str, ...]:
-    """The back ends to try, fastest first."""
+    """The backends to try, fastest first."""
     if call.x.device.type != "cuda":
         return ("loop",)
     return next(order for upto, order in ON_CUDA[call.product] if call.rows_per_group <= upto)

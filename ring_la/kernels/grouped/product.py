@@ -1,4 +1,4 @@
-"""One grouped product to be computed, and the layouts the back ends ask of its operands.
+"""One grouped product to be computed, and the layouts the backends ask of its operands.
 
 rows     C[r] = A[r] · B[group of r]                        A [M, K], B [G, K, N] → C [M, N]
 outer    C[g] = Σ over the rows r of group g of A[r]ᵀ D[r]  A [M, K], D [M, N]    → C [G, K, N]
@@ -22,7 +22,7 @@ class GroupedProduct(NamedTuple):
     product: Product
     x: Tensor  # A [M, K]
     y: Tensor  # B [G, K, N] of a rows product, D [M, N] of an outer product
-    sizes: Tensor  # [G], int32 or int64, on the device of x (or on the CPU, for a back end that reads them there)
+    sizes: Tensor  # [G], int32 or int64, on the device of x (or on the CPU, for a backend that reads them there)
 
     @property
     def groups(self) -> int:
@@ -44,7 +44,7 @@ class GroupedProduct(NamedTuple):
 
 
 class GroupedBackend(Protocol):
-    """What every back end offers. `compute` owes zeros to rows past the sizes and to groups without rows."""
+    """What every backend offers. `compute` owes zeros to rows past the sizes and to groups without rows."""
 
     def unsupported(self, call: GroupedProduct) -> str:
         """Why it cannot compute this product, in a few words; empty if it can."""

@@ -1,4 +1,4 @@
-"""Zeros for the rows that belong to no group, where a back end leaves them as it found them."""
+"""Zeros for the rows that belong to no group, where a backend leaves them as it found them."""
 
 from __future__ import annotations
 

@@ -13,42 +13,13 @@ import torch
 from torch import Tensor
 
 from ...algebra import act, outer
-from ...autograd import full_precision
-from ..protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, Summary
+from ..protocol import Inputs
 from .chunked import ChunkedRecurrence, ChunkTerms, Differentiable, recording
 from .terms import Decay, StateTerms, output_terms, state_terms
 
 
 class CanonicalRecurrence(ChunkedRecurrence):
     """`ChunkedRecurrence`, chunk by chunk."""
-
-    def output(
-        self, S0: Tensor | None, summary: Summary[ChunkTerms] | None = None, border: Border | None = None
-    ) -> Output:
-        assert border is None
-        with full_precision(self.inputs.q):
-            terms = self._with_output(self._terms() if summary is None else summary.found)
-            entering, S_end = self._scan(terms, S0)
-            assert terms.out is not None
-            o = each(lambda Q, p, S: Q @ S + p, *terms.out, entering)
-            return Output(self.chunks.merge(o).to(self.inputs.v.dtype), S_end)
-
-    def gradients(
-        self,
-        backward: Backward,
-        dS_end: Tensor | None,
-        adjoint: Adjoint[Differentiable | None] | None = None,
-        border: Border | None = None,
-    ) -> InputGradients:
-        assert border is None
-        with full_precision(self.inputs.q):
-            found = None if adjoint is None else adjoint.found
-            terms, back, entering = self._differentiable(backward.S0) if found is None else found
-            do, kind = self._cotangent(backward.do), self.rule.transition
-            leaving, dS0 = self._scan_back(terms, do, dS_end)
-            dA = None if kind == "identity" else each(lambda G, S: outer(kind, G, S), leaving, entering)
-            dQ = each(lambda d, S: d @ S.mT, do, entering)
-            return InputGradients(back(dA, leaving, dQ, do), dS0)
 
     # -- the chunks' terms ---------------------------------------------------------------------------------
 
@@ -90,7 +61,15 @@ class CanonicalRecurrence(ChunkedRecurrence):
         terms = ChunkTerms(x, None, StateTerms(A, b), (Q, p))
         return Differentiable(terms, back, self._scan(terms, S0)[0])
 
-    # -- what the scans are made of ------------------------------------------------------------------------
+    # -- products of the chunks' maps ----------------------------------------------------------------------
+
+    def _read(self, Q: Tensor, p: Tensor, entering: Tensor) -> Tensor:
+        return each(lambda Q, p, S: Q @ S + p, Q, p, entering)
+
+    def _of_maps(self, leaving: Tensor, entering: Tensor, do: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        kind = self.rule.transition
+        dA = None if kind == "identity" else each(lambda G, S: outer(kind, G, S), leaving, entering)
+        return dA, leaving, each(lambda d, S: d @ S.mT, do, entering)
 
     def _act(self, A: Tensor | None, S: Tensor) -> Tensor:
         kind, at = self.rule.transition, [slice(b, b + 1) for b in range(len(S))]

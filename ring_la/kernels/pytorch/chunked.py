@@ -91,8 +91,8 @@ class ChunkedRecurrence:
         with full_precision(self.inputs.q):
             terms = self._with_output(self._terms() if summary is None else summary.found)
             entering, S_end = self._scan(terms, S0)
-            Q, p = terms.out
-            return Output(self.chunks.merge(Q @ entering + p).to(self.inputs.v.dtype), S_end)
+            o = self._read(*terms.out, entering)
+            return Output(self.chunks.merge(o).to(self.inputs.v.dtype), S_end)
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Differentiable | None]:
         with full_precision(self.inputs.q):
@@ -118,8 +118,7 @@ class ChunkedRecurrence:
             terms, back, entering = self._differentiable(backward.S0) if found is None else found
             do = self._cotangent(backward.do)
             leaving, dS0 = self._scan_back(terms, do, dS_end)
-            dA = outer(self.rule.transition, leaving, entering)
-            return InputGradients(back(dA, leaving, do @ entering.mT, do), dS0)
+            return InputGradients(back(*self._of_maps(leaving, entering, do), do), dS0)
 
     # -- the chunks' terms ---------------------------------------------------------------------------------
 
@@ -229,6 +228,14 @@ class ChunkedRecurrence:
     def _read_back(self, Q: Tensor, do: Tensor) -> Tensor:
         """What the chunks' outputs send to the states that enter them, ``Qᵀ do``."""
         return Q.mT @ do
+
+    def _read(self, Q: Tensor, p: Tensor, entering: Tensor) -> Tensor:
+        """The chunks' outputs, ``Q S + p``."""
+        return Q @ entering + p
+
+    def _of_maps(self, leaving: Tensor, entering: Tensor, do: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The gradients of A, b and Q of the chunks."""
+        return outer(self.rule.transition, leaving, entering), leaving, do @ entering.mT
 
     def _states(self, S: Tensor | None, like: Tensor) -> Tensor:
         return like.new_zeros(self.state_shape) if S is None else S.to(self.dtype)

@@ -73,7 +73,7 @@ GRADIENT: Table = {
 PREFIX = {64: Tiling(32, 4, 2), 128: Tiling(32, 8, 2), 256: Tiling(32, 4, 1)}
 PREFIX_MAPS = {64: Tiling(32, 4, 2), 128: Tiling(64, 8, 2), 256: Tiling(32, 4, 1)}
 VALUE_STEP = {"none": 64, "scalar": 32}
-"""Value channels a step of `delta_gradient`, without a decay and with a scalar one."""
+"""Value channels a step of `delta_gradients`, without a decay and with a scalar one."""
 GRADIENT_DIAGONAL: Table = {64: Tiling(32, 4, 2), 128: Tiling(32, 4, 2), 256: Tiling(32, 8, 1)}
 DPLR_GRADIENT: Table = {64: Tiling(64, 8, 1), 128: Tiling(64, 8, 1), 256: Tiling(64, 8, 1)}
 PRODUCTS: Table = {

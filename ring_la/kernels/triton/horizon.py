@@ -1,6 +1,6 @@
 """The forgetting horizon: the chunks of a span on which what leaves it still depends, decided by each program.
 
-A chunk's bound is log2 of what the norm of its transition is at most: its decay, or what `intra.put_bound` leaves.
+A chunk's bound is log2 of what the norm of its transition is at most: its decay, or what `put_bound` (`wy/`) leaves.
 Where those of a run of chunks add up to −HORIZON or less, nothing that entered the run is left after it, to rounding.
 """
 

@@ -1,4 +1,4 @@
-"""`delta_gradient` for Hopper, in Gluon, where copies and products are waited for by name.
+"""`delta_gradients` for Hopper, in Gluon, where copies and products are waited for by name.
 
 The same sums, rounded in the same places; see there. A program is one chunk with all its channels, so that its pairs
 are found once, both ways round; all it reads is on its way from its first instructions, and a product is awaited where

@@ -11,7 +11,7 @@ read against the state, and written to it):
 
 S' the state after the chunk. What the pass leaves is dv = β dR, rounded once: E and the read part of dk come of it with
 their β, and dβ is divided by it (`divisor`). Here a decay per key channel, where the same holds channel by channel and
-the decayed sums go by `levels`; P = scale · dA and E = dE are found first. `delta_gradient` does it for a
+the decayed sums go by `levels`; P = scale · dA and E = dE are found first. `delta_gradients` does it for a
 scalar decay or none.
 (The identities are the adjoint of the WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
 """

@@ -154,7 +154,8 @@ class FlashAttnHopperFP8(FlashAttnHopperForward):
     """The same kernel on queries, keys and values in FP8 (e4m3), each rounded with a scale for a batch row and key
     head: ``x ≈ s · round(x / s)``, s = max |x| / 448. Of a block of a ring each rank's keys have their own scales.
 
-    Its fp8 kernels are in the package; it was not run on a GPU by us, so a call takes it only where it names it.
+    Slower than the same kernel in bf16, as PyTorch rounds the inputs, and less exact: a call takes it only where it
+    names it.
     """
 
     name = "fa3_fwd_fp8"

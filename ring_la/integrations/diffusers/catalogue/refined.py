@@ -37,8 +37,9 @@ def _lumina2(streams: tuple[str, ...]) -> BlockPlan:
     return BlockPlan(arguments, {"attn": AttentionPlan(streams, ("Lumina2AttnProcessor2_0",))})
 
 
-def _z_image(streams: tuple[str, ...]) -> BlockPlan:
-    arguments: dict[str, Role] = {
+def _modulated(streams: tuple[str, ...]) -> dict[str, Role]:
+    """Arguments of Z-Image's blocks, and the first of those that Bria's have."""
+    return {
         "x": TokenRows(streams),
         "attn_mask": KeyMask(streams),
         "freqs_cis": TokenRows(streams),
@@ -47,21 +48,14 @@ def _z_image(streams: tuple[str, ...]) -> BlockPlan:
         "adaln_noisy": SAME,
         "adaln_clean": SAME,
     }
-    return BlockPlan(arguments, {"attention": AttentionPlan(streams, ("ZSingleStreamAttnProcessor",))})
+
+
+def _z_image(streams: tuple[str, ...]) -> BlockPlan:
+    return BlockPlan(_modulated(streams), {"attention": AttentionPlan(streams, ("ZSingleStreamAttnProcessor",))})
 
 
 def _fibo2(streams: tuple[str, ...]) -> BlockPlan:
-    arguments: dict[str, Role] = {
-        "x": TokenRows(streams),
-        "attn_mask": KeyMask(streams),
-        "freqs_cis": TokenRows(streams),
-        "adaln_input": SAME,
-        "noise_mask": TokenRows(streams),
-        "adaln_noisy": SAME,
-        "adaln_clean": SAME,
-        "encoder_hidden_states": SAME,
-        "encoder_attention_mask": SAME,
-    }
+    arguments = _modulated(streams) | {"encoder_hidden_states": SAME, "encoder_attention_mask": SAME}
     attention = {"attention": AttentionPlan(streams, ("BriaFibo2AttnProcessor",))}
     return BlockPlan(arguments, attention | {"cross_attention": AttentionPlan(None, ("BriaFibo2AttnProcessor",))})
 
