@@ -44,8 +44,10 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, in_flight: int = 2 << 30, least: int = 1 << 20, ahead: int = 1) -> None:
         for name, value in (("in_flight", in_flight), ("least", least), ("ahead", ahead)):
-            if value < 0:
-                raise ArgumentError(name, "a number ≥ 0", value)
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise ArgumentError(name, "a number ≥ 0", repr(value))
+        if not isinstance(ahead, int):
+            raise ArgumentError("ahead", "an int", repr(ahead))
         self.in_flight, self.least, self.ahead = in_flight, least, ahead
         self.moved = self.most_in_flight = 0
         self._waiting: deque[_Kept] = deque()
