@@ -115,6 +115,14 @@ class ContextRanks(OfThisProcess, ABC):
             self._chosen[key] = STRATEGIES[self.cost.best(chain, like)]
         return self._chosen[key]
 
+    def agree_on_layout(self, said: str | ArgumentError) -> None:
+        """All ranks make the same layout, which is described; what is wrong with one rank's is an error on all."""
+        refused = isinstance(said, ArgumentError)
+        if self.validate != "never":
+            self.comm.agreement.agree("the layout", f"refused: {said}" if refused else said)
+        if refused:
+            raise said
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, in a new tensor; without gradients."""
         if torch.compiler.is_compiling():
