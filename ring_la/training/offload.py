@@ -150,6 +150,7 @@ class _Kept:
     def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
         self.device, self.stream, self.place, self.bytes = x.device, stream, place, x.nbytes
         self.source: Tensor | None = x.detach()
+        self.version, self.spoiled = x._version, False  # of its memory; changed while it was copied
         self.back: Tensor | None = None
         self.event: Any = None  # of the last copy
         self.host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
@@ -169,7 +170,12 @@ class _Kept:
         """The device's tensor is not needed any more; `wait` until its copy is made."""
         if wait and self.event is not None:
             self.event.synchronize()
+        self._look()
         self.source = None
+
+    def _look(self) -> None:
+        """Note that the tensor on the device is another than was kept, and so may be its copy."""
+        self.spoiled |= self.source is not None and self.source._version != self.version
 
     def fetch(self) -> None:
         """Start the way back; a tensor that is on the device still is taken as it is."""
@@ -185,6 +191,11 @@ class _Kept:
 
     def take(self) -> Tensor:
         """The tensor on its device, for the current stream."""
+        self._look()
+        if self.spoiled:
+            raise RuntimeError(
+                "a tensor that the backward pass needs was changed in place before Offload had copied it"
+            )
         self.fetch()
         x = self.source if self.source is not None else self.back
         assert x is not None
