@@ -139,7 +139,7 @@ class AgreedLayout(OfThisProcess, Layout):
         dim: int,
         *rest: tuple[str, object],
         name: str = "x",
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
         error = None

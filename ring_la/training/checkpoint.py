@@ -129,7 +129,7 @@ class Checkpoints:
         with self._named("reading a checkpoint"):
             load(state, where, process_group=self._group)
         set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states, options=self._options)
-        told = state["progress"]
+        told: dict[str, Any] = state["progress"]
         return {**told.pop(GIVEN, ({},))[0], **told}
 
     def steps(self) -> list[int]:
