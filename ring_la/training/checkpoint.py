@@ -89,7 +89,7 @@ class Checkpoints:
         except ArgumentError as e:
             error = e
         said: list[Any] = [None] * len(self._members.global_ranks)
-        with self._named("agreeing on a checkpoint"):
+        with self._named("writing a checkpoint"):
             dist.all_gather_object(said, f"refused: {error}" if error else step, group=self._group)
         if error is not None:
             raise error

@@ -49,7 +49,7 @@ def parameters_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters as a list, of which there is one at least."""
     expected = "parameters, such as model.parameters()"
     if isinstance(parameters, (nn.Module, Tensor)) or not isinstance(parameters, Iterable):  # its rows have no gradient
-        raise ArgumentError("parameters", expected, f"a {type(parameters).__name__}")
+        raise ArgumentError("parameters", expected, type(parameters).__name__)
     found = list(parameters)
     if not found:
         raise ArgumentError("parameters", "at least one", "none", USED_UP)

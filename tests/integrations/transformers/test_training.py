@@ -116,6 +116,8 @@ def refused_by_the_trainer(rank: int, folder: str) -> None:
     from ring_la.integrations.transformers import ContextTrainer, parallelize
 
     def start(model, loss, options: dict) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **options)
         trainer = ContextTrainer(model=model, args=arguments, eval_dataset=Data(), compute_loss_func=loss)
         trainer.predict(Data()) if loss is None else trainer.evaluate()
