@@ -42,6 +42,12 @@ def check_scale(scale: object) -> None:
         raise ArgumentError("scale", "a finite number or None", describe_tensor(scale))
 
 
+def check_above_zero(name: str, value: object) -> None:
+    """Refuse what is no finite number above 0."""
+    if not is_finite(value) or not value > 0:  # type: ignore[operator]
+        raise ArgumentError(name, "a finite number above 0", describe_tensor(value))
+
+
 def check_depth(layer_idx: object, num_layers: object) -> None:
     """Refuse a layer that a model of so many layers does not have."""
     if not isinstance(layer_idx, int) or not isinstance(num_layers, int) or not 0 <= layer_idx < num_layers:

@@ -214,6 +214,7 @@ def _check(A: object, b: object, layout: object, reverse: object, exclusive: obj
             raise ArgumentError("A", expected, describe_tensor(A))
         if A.device != b.device:
             raise ArgumentError("A", f"on b's device, {b.device}", A.device)
+        check_dense(A, "A")
     if layout is not None:
         check_dense(b, "b")
         layout.require_local("b", b.shape[1])

@@ -49,10 +49,7 @@ class AgreedLayout(OfThisProcess, Layout):
             super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of, cp.deterministic, window)
         except ArgumentError as e:
             error = e
-        if cp.validate != "never":
-            cp.comm.agreement.agree("the layout", f"refused: {error}" if error else describe(self))
-        if error is not None:
-            raise error
+        cp.agree_on_layout(error or describe(self))
         _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
         self.number = enter(self)
 
@@ -142,7 +139,7 @@ class AgreedLayout(OfThisProcess, Layout):
         dim: int,
         *rest: tuple[str, object],
         name: str = "x",
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
         error = None

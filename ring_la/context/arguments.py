@@ -39,7 +39,7 @@ def check_head_groups(head_groups: object) -> None:
 
 def check_dim(x: Tensor, dim: int, name: str = "x") -> None:
     """Refuse what has no dimension `dim`."""
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or isinstance(dim, bool):
         raise ArgumentError("dim", "an int", repr(dim))
     if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -55,10 +55,12 @@ class GridLayout(UnevenLayout):
     """
 
     def __init__(self, cp: ContextRanks, shape: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        self.shape = _sizes("shape", shape, 1)
-        given = even_counts(self.shape[0], cp.size) if counts is None else _sizes("counts", counts, 0)
-        if len(given) != cp.size or sum(given) != self.shape[0]:
-            raise ArgumentError("counts", f"{cp.size} numbers whose sum is {self.shape[0]}", list(given))
+        try:
+            self.shape = _sizes("shape", shape, 1)
+            given = _counts(counts, self.shape[0], cp.size)
+        except ArgumentError as error:
+            cp.agree_on_layout(error)
+            raise
         self.slices = UnevenLayout(cp, given)
         super().__init__(cp, [n * math.prod(self.shape[1:]) for n in given])
 
@@ -77,10 +79,10 @@ class GridLayout(UnevenLayout):
             x: this rank's slices along `dim`, of any shape besides.
             width: slices wanted on each side, or (before, after).
         """
-        wide = check_width(width)
         if torch.compiler.is_compiling():
-            return Arrived(*_operator(x, self.number, dim, *wide))
-        self.slices._agree_on_tokens("halo", x, dim, ("width", wide))
+            return Arrived(*_operator(x, self.number, dim, *check_width(width)))
+        self.slices._agree_on_tokens("halo", x, dim, ("width", width), check=partial(check_width, width))
+        wide = check_width(width)
         route = self.slices.route(("halo", wide), lambda: self._wanted(wide), neighbours=True)
         return Halo(x, dim, wide, route)
 
@@ -117,6 +119,16 @@ def _fake(x: Tensor, grid: int, dim: int, before: int, after: int) -> tuple[Tens
 
 
 _operator = SplitOperator("split_halo", _run, _fake, 1)
+
+
+def _counts(given: Sequence[int] | None, slices: int, ranks: int) -> tuple[int, ...]:
+    """The slices of each rank."""
+    if given is None:
+        return even_counts(slices, ranks)
+    counts = _sizes("counts", given, 0)
+    if len(counts) != ranks or sum(counts) != slices:
+        raise ArgumentError("counts", f"{ranks} numbers whose sum is {slices}", list(counts))
+    return counts
 
 
 def _sizes(name: str, given: Sequence[int], least: int) -> tuple[int, ...]:

@@ -87,6 +87,7 @@ class _Wait(torch.autograd.Function):
 def check_width(width: object) -> tuple[int, int]:
     """(before, after) of a width that was given."""
     both = (width, width) if isinstance(width, int) else width
-    if not isinstance(both, tuple) or len(both) != 2 or not all(isinstance(n, int) and n >= 0 for n in both):
+    numbers = isinstance(both, tuple) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in both)
+    if not isinstance(both, tuple) or len(both) != 2 or not numbers:
         raise ArgumentError("width", "an int >= 0, or two of them", repr(width))
     return both

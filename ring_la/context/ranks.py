@@ -115,6 +115,14 @@ class ContextRanks(OfThisProcess, ABC):
             self._chosen[key] = STRATEGIES[self.cost.best(chain, like)]
         return self._chosen[key]
 
+    def agree_on_layout(self, said: str | ArgumentError) -> None:
+        """All ranks make the same layout, which is described; what is wrong with one rank's is an error on all."""
+        error = said if isinstance(said, ArgumentError) else None
+        if self.validate != "never":
+            self.comm.agreement.agree("the layout", said if error is None else f"refused: {error}")
+        if error is not None:
+            raise error
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, in a new tensor; without gradients."""
         if torch.compiler.is_compiling():

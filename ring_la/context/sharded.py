@@ -57,19 +57,23 @@ class ShardedLayout(AgreedLayout):
 
     def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
         """This rank's tokens under `other`, a layout of the same sequence, by one all-to-all. Differentiable."""
-        if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
-            raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
-        if other.seq_len != self.seq_len:
-            raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
         if torch.compiler.is_compiling():
+            self._check_other(other)
             return moves.convert(x, self.number, other.number, dim, other.local_length)
-        self._agree_on_tokens("convert", x, dim, ("other_layout", other.split))
+        split = other.split if isinstance(other, ShardedLayout) else None
+        self._agree_on_tokens("convert", x, dim, ("other_layout", split), check=partial(self._check_other, other))
         if other.split == self.split:
             return x
         route = self.route(("convert", other.split), lambda: [other.tokens(r) for r in range(self.world_size)])
         out = route(x, dim)
         self.cp.marks.put(out, other)
         return out
+
+    def _check_other(self, other: object) -> None:
+        if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
+            raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
+        if other.seq_len != self.seq_len:
+            raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
 
     def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
         """Next-token labels of this rank's tokens: each token's successor in its document.

@@ -60,14 +60,24 @@ def load_prompt(folder: str | Path, keys: KeyStore) -> Prefilled:
         folder: complete. keys: the store of the model that wrote it, with all its blocks' memory to come.
 
     Raises:
-        ArgumentError: nothing there, or of another model. UnsupportedError: safetensors is not installed.
+        ArgumentError: nothing there, a file that is missing or damaged, or of another model. UnsupportedError:
+            safetensors is not installed.
     """
     _require()
-    from safetensors import safe_open
+    from safetensors import SafetensorError
 
     folder = Path(folder)
     if not (folder / STATES).is_file():
         raise ArgumentError("folder", f"a folder with {STATES}", str(folder))
+    try:
+        return _loaded(folder, keys)
+    except (OSError, SafetensorError) as error:
+        raise ArgumentError("folder", "a prompt that is whole", f"{folder} ({error})") from error
+
+
+def _loaded(folder: Path, keys: KeyStore) -> Prefilled:
+    from safetensors import safe_open
+
     with safe_open(folder / STATES, "pt") as file:
         about = {name: json.loads(value) for name, value in file.metadata().items()}
         found = {name: file.get_tensor(name).to(keys.device) for name in file.keys()}

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..blockwise import by_block
 from ..context import ShardedLayout
+from ..errors import ArgumentError
 from ..kernels.tokens.products import PreNorm
 from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
 from ..nn.tokens import one_token, plain
 from .config import HybridConfig
 from .mlp import MLPS, SwiGLU
+
+
+def made(argument: str, kind: Callable[..., Any], *sizes: int, **keywords: Any) -> Any:
+    """A part of a model by the keywords that `argument` has for it, which are named where there are no such."""
+    try:
+        return kind(*sizes, **keywords)
+    except TypeError as error:
+        raise ArgumentError(argument, f"keywords of {kind.__name__}", f"{keywords} ({error})") from error
 
 
 class ResidualBlock(nn.Module):
@@ -31,9 +41,10 @@ class ResidualBlock(nn.Module):
         kind: Any = LAYERS[name]  # each takes its own keywords
         if kind.knows_depth:
             keywords = {"layer_idx": i, "num_layers": len(config.layers)} | keywords
-        layer = kind(dim, config.num_heads, **keywords)
+        layer = made(f"options[{name!r}]", kind, dim, config.num_heads, **keywords)
         hidden = 32 * -(-8 * dim // (3 * 32)) if config.mlp_dim is None else config.mlp_dim
-        return cls(layer, MLPS[config.mlp](dim, hidden, **config.mlp_options), dim, config.norm_eps)
+        mlp = made("mlp_options", MLPS[config.mlp], dim, hidden, **config.mlp_options)
+        return cls(layer, mlp, dim, config.norm_eps)
 
     def forward(
         self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checks import check_flag, is_finite
 from ..errors import ArgumentError
 from ..nn import LAYERS
 from ..nn.layer import positive
@@ -46,12 +47,21 @@ class HybridConfig:
             positive("mlp_dim", self.mlp_dim)
         if not isinstance(self.layers, (list, tuple)) or not self.layers:
             raise ArgumentError("layers", "a list of at least one name", repr(self.layers))
+        for argument, keywords in (("options", self.options), ("mlp_options", self.mlp_options)):
+            if not isinstance(keywords, Mapping):
+                raise ArgumentError(argument, "a mapping of keywords", repr(keywords))
+        for name, keywords in self.options.items():
+            if not isinstance(keywords, Mapping):
+                raise ArgumentError("options", f"a mapping of keywords for {name!r}", repr(keywords))
         for argument, names in (("layers", self.layers), ("options", self.options)):
             for name in names:
                 if name not in LAYERS:
                     raise ArgumentError(argument, f"names out of {', '.join(LAYERS)}", repr(name))
         if self.mlp not in MLPS:
             raise ArgumentError("mlp", f"one of {', '.join(MLPS)}", repr(self.mlp))
+        if not is_finite(self.norm_eps) or self.norm_eps < 0:
+            raise ArgumentError("norm_eps", "a number ≥ 0", repr(self.norm_eps))
+        check_flag("tie_embeddings", self.tie_embeddings)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint; ``HybridConfig(**d)`` is the way back."""

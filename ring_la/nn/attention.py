@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blockwise import by_element
+from ..checks import check_flag
 from ..errors import ArgumentError, UnsupportedError
 from ..kernels.tokens.products import PreNorm, added_product, normed_products
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
@@ -52,6 +53,8 @@ class Attention(KeyedLayer):
         super().__init__(dim)
         K = head_width(dim, num_heads, head_dim)
         check_rotation(rope_base, K)
+        check_flag("qk_norm", qk_norm)
+        check_flag("gated", gated)
         if not isinstance(window, int) or window < -1:
             raise ArgumentError("window", "an int, −1 or more", repr(window))
         self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads

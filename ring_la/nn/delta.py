@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blockwise import by_element
+from ..checks import check_flag
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
@@ -62,6 +63,7 @@ class DeltaLayer(Layer):
         self.num_value_heads = num_heads if num_value_heads is None else positive("num_value_heads", num_value_heads)
         if self.num_value_heads % num_heads:
             raise ArgumentError("num_value_heads", f"a multiple of num_heads = {num_heads}", num_value_heads)
+        check_flag("negative_eigenvalues", negative_eigenvalues)
         self.beta_max = 2.0 if negative_eigenvalues else 1.0
         self.mode, self.backend = mode, backend
         self.widths = [num_heads * self.K, num_heads * self.K, self.num_value_heads * self.V]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_element
+from ..checks import check_above_zero, is_finite
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
@@ -41,6 +42,8 @@ class GatedLinearAttention(Layer):
         backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
+        check_above_zero("temperature", temperature)
+        positive("gate_rank", gate_rank)
         self.num_heads, self.temperature, self.mode, self.backend = num_heads, temperature, mode, backend
         keys = dim // 2 if key_dim is None else positive("key_dim", key_dim)
         values = dim if value_dim is None else positive("value_dim", value_dim)
@@ -96,8 +99,8 @@ class HGRN2(Layer):
         backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
-        if not 0 <= lower_bound < 1:
-            raise ArgumentError("lower_bound", "a number in [0, 1)", lower_bound)
+        if not is_finite(lower_bound) or not 0 <= lower_bound < 1:
+            raise ArgumentError("lower_bound", "a number in [0, 1)", repr(lower_bound))
         self.num_heads = max(1, dim // 128) if num_heads is None else num_heads
         self.lower_bound, self.mode, self.backend = lower_bound, mode, backend
         divide("num_heads", dim, self.num_heads)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_element
+from ..checks import check_above_zero
 from ..choices import Mode, RecurrenceBackend
 from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import gated_slot_attention
@@ -44,6 +45,7 @@ class GatedSlotAttention(Layer):
     ) -> None:
         super().__init__(dim)
         self.K = head_width(dim, num_heads, head_dim)
+        check_above_zero("temperature", temperature)
         self.num_heads, self.temperature, self.mode, self.backend = num_heads, temperature, mode, backend
         self.qkv_proj = nn.Linear(dim, 3 * num_heads * self.K, bias=False)
         self.decay_proj = nn.Linear(dim, num_heads * positive("slots", slots), bias=False)

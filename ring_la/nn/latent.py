@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blockwise import fixed
+from ..checks import check_above_zero
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_latents, read_latents
 from ..softmax import attention, mla
@@ -50,6 +51,7 @@ class MultiheadLatentAttention(KeyedLayer):
         R = positive("rope_dim", 2 * -(-N // 4) if rope_dim is None else rope_dim)
         if R % 2:
             raise ArgumentError("rope_dim", "an even number of channels", R)
+        check_above_zero("rope_base", rope_base)
         V = positive("value_dim", N if value_dim is None else value_dim)
         L = positive("kv_rank", 4 * N if kv_rank is None else kv_rank)
         self.num_heads, self.rope_base = num_heads, rope_base

@@ -224,7 +224,7 @@ class Layer(nn.Module, ABC):
 
 def positive(name: str, value: int) -> int:
     """The value, where it is an int of at least 1."""
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ArgumentError(name, "an int ≥ 1", repr(value))
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import check_flag
 from ..choices import Mode, RecurrenceBackend
 from ..recurrences import linear_attention
 from .layer import Layer, LayerCall, LayerOutput, LayerState, head_width, merge_heads, split_heads
@@ -34,6 +35,7 @@ class LinearAttention(Layer):
         backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
+        check_flag("causal", causal)
         self.num_heads, self.causal, self.mode, self.backend = num_heads, causal, mode, backend
         inner = num_heads * head_width(dim, num_heads, head_dim)
         self.qkv_proj = nn.Linear(dim, 3 * inner, bias=False)

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_element
+from ..checks import is_finite
 from ..choices import Mode, RecurrenceBackend
+from ..errors import ArgumentError
 from ..recurrences import mamba2
 from .layer import (
     Layer,
@@ -20,6 +22,7 @@ from .layer import (
     head_width,
     inverse_softplus,
     merge_heads,
+    positive,
     split_heads,
 )
 from .parts import RMSNorm, ShortConv
@@ -56,6 +59,11 @@ class Mamba2(Layer):
         backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
+        positive("expand", expand)
+        positive("state_dim", state_dim)
+        pair = isinstance(dt_range, (tuple, list)) and len(dt_range) == 2 and all(is_finite(t) for t in dt_range)
+        if not pair or not 0 < dt_range[0] <= dt_range[1]:
+            raise ArgumentError("dt_range", "two numbers above 0, the smaller first", repr(dt_range))
         if num_heads is None:
             head_dim = 64 if head_dim is None else head_dim
             num_heads = divide("head_dim", expand * dim, head_dim)

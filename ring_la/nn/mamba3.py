@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import is_finite
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..recurrences import mamba3, mamba3_mimo
@@ -68,14 +69,15 @@ class Mamba3(Layer):
         backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
+        positive("expand", expand)
         if num_heads is None:
             head_dim = 64 if head_dim is None else head_dim
             num_heads = divide("head_dim", expand * dim, head_dim)
         self.V = head_width(expand * dim, num_heads, head_dim)
         divide("groups", num_heads, groups)
         divide("state_dim", positive("state_dim", state_dim), 2)
-        if not 0 < turned <= 1:
-            raise ArgumentError("turned", "a number in (0, 1]", turned)
+        if not is_finite(turned) or not 0 < turned <= 1:
+            raise ArgumentError("turned", "a number in (0, 1]", repr(turned))
         self.num_heads, self.groups, self.K, self.mode, self.backend = num_heads, groups, state_dim, mode, backend
         self.rank, self.angles = positive("rank", rank), max(1, int(turned * state_dim) // 2)
         inner, shared = num_heads * self.V, rank * groups * state_dim

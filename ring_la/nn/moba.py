@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_flag
 from ..choices import ChosenBackendName
 from ..context import ShardedLayout
 from ..errors import ArgumentError
@@ -62,6 +63,7 @@ class MixtureOfBlockAttention(KeyedLayer):
         super().__init__(dim)
         K = head_width(dim, num_heads, head_dim)
         check_rotation(rope_base, K)
+        check_flag("qk_norm", qk_norm)
         self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         divide("num_kv_heads", num_heads, self.num_kv_heads)
         self.block, self.topk = positive("block", block), positive("topk", topk)

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import is_floats
+from ..checks import check_flag, is_finite, is_floats
 from ..choices import GroupedBackend
 from ..comm import Pending
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ..grouped_gemm import grouped_gemm
-from .layer import wide
+from .layer import positive, wide
 from .mlp import SwiGLU
 
 
@@ -83,11 +83,17 @@ class MixtureOfExperts(nn.Module):
         backend: GroupedBackend = "auto",
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= experts:
+        for name, width in (("dim", dim), ("hidden", hidden), ("experts", experts), ("top_k", top_k)):
+            positive(name, width)
+        if top_k > experts:
             raise ArgumentError("top_k", f"an int from 1 to experts = {experts}", top_k)
+        if shared_hidden != 0:
+            positive("shared_hidden", shared_hidden)
         for name, coef in (("balance_coef", balance_coef), ("z_coef", z_coef)):
-            if coef < 0:
-                raise ArgumentError(name, "a number ≥ 0", coef)
+            if not is_finite(coef) or coef < 0:
+                raise ArgumentError(name, "a number ≥ 0", repr(coef))
+        check_flag("renormalize", renormalize)
+        check_flag("shared_gate", shared_gate)
         if shared_gate and not shared_hidden:
             raise ArgumentError("shared_gate", "False without a shared expert", shared_gate, "Give shared_hidden")
         self.dim, self.top_k, self.renormalize = dim, top_k, renormalize
@@ -254,6 +260,7 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
     try:
         if not is_floats(x, 3) or x.shape[2] != moe.dim:
             raise ArgumentError("x", f"a float tensor [B, T, {moe.dim}] for {name}", describe_tensor(x))
+        check_flag("output_routing", output_routing)
         if layout is not None and not isinstance(layout, ShardedLayout):
             raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
         if layout is not None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import AT_ONCE, by_block, by_element, fixed, norm_at_once, over, row_sum
+from ..checks import check_above_zero
 from ..context import ShardedLayout
 from ..conv import short_conv
 from ..errors import ArgumentError
@@ -97,7 +98,9 @@ class ShortConv(nn.Module):
 
 
 def check_rotation(rope_base: float | None, channels: int) -> None:
-    """Refuse heads that `rotate` cannot pair the channels of."""
+    """Refuse a base that there are no angles of, and heads that `rotate` cannot pair the channels of."""
+    if rope_base is not None:
+        check_above_zero("rope_base", rope_base)
     if rope_base is not None and channels % 2:
         raise ArgumentError("head_dim", "an even number of channels, or rope_base=None", channels)
 

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_element
-from ..checks import check_depth
+from ..checks import check_depth, is_floats
 from ..choices import Mode, RecurrenceBackend
+from ..errors import ArgumentError, describe_tensor
 from ..recurrences import lightning_attention, retention
 from .layer import (
     Layer,
@@ -111,6 +112,8 @@ class LightningAttention(Layer):
         if log_decay is None:
             depth = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
             log_decay = -depth * 2.0 ** (-8 / num_heads * torch.arange(1, num_heads + 1))
+        if not is_floats(log_decay, 1) or len(log_decay) != num_heads:
+            raise ArgumentError("log_decay", f"floats [{num_heads}], or None", describe_tensor(log_decay))
         self.register_buffer("log_decay", log_decay.clone())
         self.qkv_proj = nn.Linear(dim, 3 * inner, bias=False)
         self.gate_proj = nn.Linear(dim, inner, bias=False)

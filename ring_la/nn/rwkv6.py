@@ -10,7 +10,7 @@ from ..checks import check_depth
 from ..choices import Mode, RecurrenceBackend
 from ..conv import token_shift
 from ..recurrences import rwkv6
-from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
+from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, positive, split_heads, wide
 from .parts import HeadNorm
 from .rwkv7 import LowRank
 
@@ -47,6 +47,8 @@ class RWKV6(Layer):
     ) -> None:
         super().__init__(dim)
         check_depth(layer_idx, num_layers)
+        positive("mix_rank", mix_rank)
+        positive("decay_rank", decay_rank)
         H = self.num_heads = max(1, dim // 64) if num_heads is None else num_heads
         V = divide("num_heads", dim, H)
         self.mode, self.backend = mode, backend

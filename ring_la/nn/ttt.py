@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import check_above_zero
 from ..choices import Mode, RecurrenceBackend
 from ..kernels.fused.unit_length import l2norm
 from ..recurrences import ttt_linear
@@ -59,7 +60,8 @@ class TTTLinear(Layer):
     ) -> None:
         super().__init__(dim)
         self.K, self.num_heads = head_width(dim, num_heads, head_dim), num_heads
-        self.mini_batch, self.rate = positive("mini_batch", mini_batch), float(rate)
+        self.mini_batch, self.rate = positive("mini_batch", mini_batch), rate
+        check_above_zero("rate", rate)
         self.mode, self.backend = mode, backend
         inner = num_heads * self.K
         self.qkvg_proj = nn.Linear(dim, 4 * inner, bias=False)

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from ..choices import Mode, RecurrenceBackend
 from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import mlstm
-from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, head_width, merge_heads, split_heads, wide
+from .layer import (
+    Layer,
+    LayerCall,
+    LayerOutput,
+    LayerState,
+    divide,
+    head_width,
+    merge_heads,
+    positive,
+    split_heads,
+    wide,
+)
 from .parts import RMSNorm
 
 
@@ -43,7 +54,7 @@ class MLSTM(Layer):
     ) -> None:
         super().__init__(dim)
         V = head_width(dim, num_heads, head_dim)
-        keys = dim // 2 if key_dim is None else key_dim
+        keys = dim // 2 if key_dim is None else positive("key_dim", key_dim)
         divide("num_heads", keys, num_heads)
         self.num_heads, self.V, self.mode, self.backend = num_heads, V, mode, backend
         self.widths = [keys, keys, num_heads * V, num_heads * V]

@@ -99,7 +99,7 @@ def check_declared(arguments: Mapping[str, Argument], names: Collection[str], re
     for name, argument in arguments.items():
         if name not in names:
             raise ArgumentError("arguments", f"names out of the description's, {', '.join(names)}", repr(name))
-        letters = isinstance(argument, Argument) and argument.shape
+        letters = isinstance(argument, Argument) and isinstance(argument.shape, str) and argument.shape
         if not letters or not letters.isalpha() or not letters.isupper():
             raise ArgumentError(name, "an Argument whose shape is capital letters, a dimension each", repr(argument))
         if not callable(argument.kind) and argument.kind not in get_args(Kind):

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from .. import linear
 from .. import reference as references
+from ..algebra import Rule
 from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..blockwise import at_once, by_block, by_element, fixed
 from ..context import ShardedLayout
 from ..context.handle import enter
 from ..errors import ArgumentError, RingLAError, UnsupportedError
-from ..kernels import state_dtype
+from ..kernels import Inputs, state_dtype
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
@@ -209,6 +210,10 @@ def _described(definition: Definition, call: functools.partial[Recurrence]) -> R
         raise
     if not isinstance(found, Recurrence):
         raise ArgumentError(definition.name, "a description that returns a Recurrence", type(found).__name__)
+    for part, kind in (("rule", Rule), ("inputs", Inputs)):
+        if not isinstance(getattr(found, part), kind):
+            got = type(getattr(found, part)).__name__
+            raise ArgumentError(definition.name, f"a Recurrence whose {part} is of {kind.__name__}", got)
     return found
 
 

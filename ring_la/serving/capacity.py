@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from .completion import Request
 from .model import Served
 from .text import Text
@@ -58,7 +59,8 @@ class Capacity:
     def check(self, request: Request, model: Served, text: Text) -> None:
         """Raises ArgumentError for a request that cannot be completed, by the argument's name."""
         ids, vocab_size = request.ids, model.vocab_size
-        if not ids:
+        _check_types(request)
+        if len(ids) == 0:
             raise ArgumentError("prompt", "at least one token", "none")
         for name, tokens in (("prompt", ids), ("logit_bias", request.logit_bias or [0])):
             wrong = next((i for i in (min(tokens), max(tokens)) if not 0 <= i < vocab_size), None)
@@ -76,3 +78,24 @@ class Capacity:
     def fit(self, tokens: Iterable[int]) -> bool:
         """Whether there is memory for requests of so many tokens side by side."""
         return self.room is None or sum(tokens) <= self.room
+
+
+def _is_int(x: object) -> bool:
+    return type(x) is int or (isinstance(x, Integral) and not isinstance(x, bool))
+
+
+def _check_types(request: Request) -> None:
+    """Refuse what the engine's thread could not count with: it would end for everybody."""
+    for i in request.ids:
+        if not _is_int(i):
+            raise ArgumentError("prompt", "token ids, ints", f"{describe_tensor(i)} among them")
+    if not _is_int(request.max_tokens):
+        raise ArgumentError("max_tokens", "an int ≥ 1", repr(request.max_tokens))
+    if request.seed is not None and not (_is_int(request.seed) and -(2**63) <= request.seed < 2**63):
+        raise ArgumentError("seed", "an int of 64 bits, or None", repr(request.seed))
+    bias = request.logit_bias or {}
+    if not isinstance(bias, Mapping):
+        raise ArgumentError("logit_bias", "a number for each of some tokens", type(bias).__name__)
+    for token, value in bias.items():
+        if not _is_int(token) or not isinstance(value, (int, float)) or value != value:
+            raise ArgumentError("logit_bias", "a number for each of some tokens", f"{token!r}: {value!r}")

@@ -21,7 +21,7 @@ import threading
 import time
 
 from ..context import ContextParallel
-from ..errors import PeerError
+from ..errors import ArgumentError, PeerError
 from .batch import NOBODY, Row
 from .capacity import Capacity
 from .completion import Completion, Failed, Stopped
@@ -35,7 +35,7 @@ from .ranks import PAUSE, Ranks, What, Word
 from .states import States
 from .text import Stream, Text
 from .tiers import Keep
-from .waiting import Stopping, Waiting
+from .waiting import Busy, Stopping, Waiting
 
 
 class Overdue(BaseException):
@@ -94,6 +94,7 @@ class Engine:
         self._decoding = Decoding(self.batch, text, model.device, self._say, self.states.do, self.states.together)
         self._stop_at: float | None = None
         self._closed = threading.Event()
+        self._turns = threading.Lock()  # held by the thread that runs
 
     # -- from any thread -----------------------------------------------------------------------------------
 
@@ -133,13 +134,20 @@ class Engine:
         Raises:
             ArgumentError: one cannot be completed, by the argument's name. Busy: not now.
         """
-        for job in jobs:
+        for i, job in enumerate(jobs):
+            if job.stream is not None or job in jobs[:i]:
+                raise ArgumentError("jobs", "requests of which each is submitted once", "one that was before")
             self._capacity.check(job.request, self.model, self.text)
         if self.stopping:
             raise Stopping("the server is about to stop")
         for job in jobs:
             job.stream = Stream(self.text.decoder(), job.request.stop)
-        self._waiting.put(*jobs)
+        try:
+            self._waiting.put(*jobs)
+        except Busy:  # they may come again
+            for job in jobs:
+                job.stream = None
+            raise
         if self._closed.is_set():  # by now: nobody would take it out
             self._end_all()
 
@@ -159,9 +167,12 @@ class Engine:
         """Serve until `stop` is called on any rank.
 
         Raises:
+            ArgumentError: another thread is in this call.
             PeerError: a rank died or stalled; DisagreementError: a request failed on some of the ranks, or otherwise
                 than on others; requests under way have failed.
         """
+        if not self._turns.acquire(blocking=False):
+            raise ArgumentError("run", "one thread that calls it", "a second")
         try:
             if self.ranks.leads:
                 self._prompts.find()
@@ -186,6 +197,7 @@ class Engine:
         finally:
             self._closed.set()
             self.batch.close()
+            self._turns.release()
 
     def _follow(self) -> None:
         while True:

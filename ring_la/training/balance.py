@@ -12,6 +12,7 @@ another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,7 +25,7 @@ from torch.utils.data import Dataset
 from ..choices import LayoutKind
 from ..errors import ArgumentError
 from ..layout import Layout
-from .data import Corpus, shuffled
+from .data import Corpus, at_least, check_data, shuffled
 from .flops import Work, pairs
 
 TRIED = 16
@@ -174,19 +175,16 @@ class BalancedSequences(Dataset):
         max_document: int | None = None,
         begin: int = 0,
     ) -> None:
-        for name, value in (("seq_len", seq_len), ("max_document", max_document)):
-            if value is not None and value < 2:
-                raise ArgumentError(name, "at least 2 tokens", value)
-        for name, value, least in (
-            ("replicas", replicas, 1),
-            ("ranks", ranks, 1),
-            ("pool", pool, 1),
-            ("begin", begin, 0),
-        ):
-            if value < least:
-                raise ArgumentError(name, f"an int ≥ {least}", value)
-        if sequences < 1 or sequences % replicas:
-            raise ArgumentError("sequences", f"a multiple of replicas = {replicas}", sequences)
+        check_data(corpus, seq_len, seed, max_document, begin)
+        for name, value in (("replicas", replicas), ("ranks", ranks), ("pool", pool)):
+            at_least(name, value, 1)
+        if not isinstance(sequences, int) or sequences < 1 or sequences % replicas:
+            raise ArgumentError("sequences", f"a multiple of replicas = {replicas}", repr(sequences))
+        if not callable(work) or not 0 <= work(seq_len) < math.inf:
+            raise ArgumentError("work", "what a document of so many tokens costs, such as a Work", repr(work))
+        split = Layout(seq_len, kind, ranks)  # which refuses a kind that there is not
+        if ranks > 1:
+            split.require_runs("documents that are balanced over ranks")
         self.corpus, self.seq_len, self.sequences, self.work = corpus, seq_len, sequences, work
         self.seed, self.replicas, self.ranks = seed, replicas, ranks
         self.kind: LayoutKind = kind

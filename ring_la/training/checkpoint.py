@@ -8,24 +8,27 @@ Sharded tensors are stored by their global indices, so a run with other axes rea
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from ..checks import check_flag
 from ..comm.members import JobStore, Members
 from ..comm.watch import PeerWatch
-from ..errors import ArgumentError, PeerError, RingLAError
+from ..errors import ArgumentError, DisagreementError, PeerError, RingLAError, describe_tensor
 from ..reading import METADATA, contents, load
 
 
@@ -41,8 +44,12 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, background: bool = True, frozen: bool = True) -> None:
-        if keep < 1:
-            raise ArgumentError("keep", "at least 1", keep)
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise ArgumentError("keep", "an int ≥ 1", repr(keep))
+        if not isinstance(folder, (str, Path)):
+            raise ArgumentError("folder", "a str or a Path", repr(folder))
+        check_flag("background", background)
+        check_flag("frozen", frozen)
         self.folder, self.keep, self.background = Path(folder), keep, background
         self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
         self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
@@ -51,10 +58,20 @@ class Checkpoints:
         self._watch = PeerWatch(self._members, JobStore(_number(self._group.group_name)))
 
     def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:
-        """Write the state after `step` steps; waits for the checkpoint before it."""
+        """Write the state after `step` steps; waits for the checkpoint before it.
+
+        Args:
+            step: an int ≥ 0, the same on all ranks.
+            progress: plain values and tensors, in dicts and lists as they may be; the same on all ranks.
+
+        Raises:
+            ArgumentError: by name. DisagreementError: the ranks have come to other steps, or one refuses.
+        """
         self.wait()
+        self._agree(step, progress)
         parameters, states = get_state_dict(model, optimizer, options=self._options)
-        state = {"model": parameters, "optimizer": states, "progress": progress | {"step": step}}
+        told = {"step": step, GIVEN: (progress,)}  # a tuple: torch takes dicts apart, and does not put them together
+        state = {"model": parameters, "optimizer": states, "progress": told}
         where = self.folder / f"step-{step:08d}"
         with self._named("writing a checkpoint"):
             if self.background:
@@ -63,6 +80,22 @@ class Checkpoints:
                 return
             dcp.save(state, checkpoint_id=where, process_group=self._group)
         self._tidy()
+
+    def _agree(self, step: int, progress: dict[str, Any]) -> None:
+        """Refuse on all ranks what would leave a checkpoint that nobody can read: parts of it in several folders."""
+        error = None
+        try:
+            _check(step, progress)
+        except ArgumentError as e:
+            error = e
+        said: list[Any] = [None] * len(self._members.global_ranks)
+        with self._named("writing a checkpoint"):
+            dist.all_gather_object(said, f"refused: {error}" if error else step, group=self._group)
+        if error is not None:
+            raise error
+        if any(other != step for other in said):
+            lines = [f"\n  rank {rank}: {other}" for rank, other in enumerate(said)]
+            raise DisagreementError(f"the ranks disagree on the step of a checkpoint:{''.join(lines)}")
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk; its error, if it had one, is raised here."""
@@ -76,7 +109,7 @@ class Checkpoints:
         """The newest complete checkpoint (or that of `step`) into model and optimizer; its progress, None if none.
 
         Raises:
-            ArgumentError: no complete checkpoint of `step`.
+            ArgumentError: no complete checkpoint of `step`, or one of a model that has more.
         """
         steps: list[int | None] = [max(self.steps(), default=None)]
         with self._named("reading a checkpoint"):
@@ -91,16 +124,18 @@ class Checkpoints:
         state: dict[str, Any] = {"model": parameters, "optimizer": states, "progress": {"step": 0}}
         where = self.folder / f"step-{newest:08d}"
         stored = contents(where).state_dict_metadata
+        _refuse_more(stored, parameters, where)
         state["progress"] = {k.removeprefix("progress."): 0 for k in stored if k.startswith("progress.")}
         with self._named("reading a checkpoint"):
             load(state, where, process_group=self._group)
         set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states, options=self._options)
-        return state["progress"]
+        told: dict[str, Any] = state["progress"]
+        return {**told.pop(GIVEN, ({},))[0], **told}
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, in order."""
-        found = (re.fullmatch(r"step-(\d+)", f.parent.name) for f in self.folder.glob(f"step-*/{METADATA}"))
-        return sorted(int(m[1]) for m in found if m)
+        found = (_step_of(file.parent) for file in self.folder.glob(f"step-*/{METADATA}"))
+        return sorted(step for step in found if step is not None)
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -127,8 +162,44 @@ class Checkpoints:
         if dist.get_rank() == 0:
             kept = self.steps()[-self.keep :]
             for folder in self.folder.glob("step-*"):
-                if kept and int(folder.name.removeprefix("step-")) < kept[0]:
+                step = _step_of(folder)
+                if kept and step is not None and step < kept[0]:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+GIVEN = "given"
+"""Under which name a checkpoint's progress has what the caller gave."""
+
+
+def _step_of(folder: Path) -> int | None:
+    """Of which step a checkpoint's folder is; None: it is no checkpoint's."""
+    named = re.fullmatch(r"step-(\d+)", folder.name)
+    return int(named[1]) if named else None
+
+
+def _check(step: object, progress: object) -> None:
+    """Refuse what is no step, and a progress that could not be read again."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ArgumentError("step", "an int ≥ 0", describe_tensor(step))
+    if not isinstance(progress, dict):
+        raise ArgumentError("progress", "a dict", describe_tensor(progress))
+    for name, value in progress.items():
+        try:
+            written = io.BytesIO()
+            torch.save(value, written)
+            written.seek(0)
+            torch.load(written, weights_only=True)
+        except Exception as error:  # pickle's are of any kind
+            expected = f"plain values and tensors, which are read without running anything, at {name!r}"
+            raise ArgumentError("progress", expected, type(value).__name__) from error
+
+
+def _refuse_more(stored: Collection[str], parameters: Mapping[str, Any], where: Path) -> None:
+    """Refuse a checkpoint of a model that has more than these parameters."""
+    names = [name.removeprefix("model.") for name in stored if name.startswith("model.")]
+    more = [n for n in names if n not in parameters and not any(n.startswith(f"{p}.") for p in parameters)]
+    if more:
+        raise ArgumentError("model", f"all that {where} has of one", f"one without {', '.join(more[:3])}")
 
 
 def _number(group: str) -> int:

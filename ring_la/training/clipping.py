@@ -21,8 +21,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
     Raises:
         ArgumentError: no parameters, or a norm that is not above 0.
     """
-    if not most > 0:
-        raise ArgumentError("most", "a norm above 0; math.inf clips nothing", most)
+    if not isinstance(most, (int, float)) or isinstance(most, bool) or not most > 0:
+        raise ArgumentError("most", "a norm above 0; math.inf clips nothing", repr(most))
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in parameters_of(parameters):
         if p.grad is not None:

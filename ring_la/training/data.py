@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 
 TEXT = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".html", ".tex", ".c", ".h", ".cpp", ".cu", ".rs", ".go"}
 """Suffixes of files that are one document each, but for .jsonl: a document a line, under "text"."""
@@ -89,15 +89,22 @@ class Corpus:
 
     Attributes:
         key: the same for the same files, unchanged, and the same tokenizer.
+
+    Raises:
+        ArgumentError: a folder without them, or with parts of them.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
         folder = Path(folder)
         self.key = folder.name
-        about = json.loads((folder / "corpus.json").read_text())
-        self.vocab_size, self.documents, self.size = about["vocab_size"], about["documents"], about["tokens"]
-        self.tokens = torch.from_file(str(folder / "tokens.bin"), size=self.size, dtype=torch.int32)
-        self.offsets = torch.from_file(str(folder / "offsets.bin"), size=self.documents + 1, dtype=torch.int64)
+        try:
+            about = json.loads((folder / "corpus.json").read_text())
+            self.vocab_size, self.documents, self.size = about["vocab_size"], about["documents"], about["tokens"]
+            self.tokens = torch.from_file(str(folder / "tokens.bin"), size=self.size, dtype=torch.int32)
+            self.offsets = torch.from_file(str(folder / "offsets.bin"), size=self.documents + 1, dtype=torch.int64)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # RuntimeError: of from_file
+            expected = "what Corpus.prepare made, whole"
+            raise ArgumentError("folder", expected, f"{folder} ({type(error).__name__}: {error})") from error
 
     @staticmethod
     def prepare(source: str, cache: str, tokenizer: str = "bytes", text_column: str = "text") -> Path:
@@ -160,13 +167,29 @@ def read(files: Sequence[Path], column: str) -> Iterator[str]:
             for batch in table.iter_batches(columns=[column]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
         elif file.suffix == ".jsonl":
-            with open(file) as lines:
-                for line in filter(str.strip, lines):
-                    row = json.loads(line)
-                    _check_column(column, list(row), file)
-                    yield row[column] or ""
+            yield from _lines(file, column)
         else:
             yield file.read_text(errors="replace")
+
+
+def _lines(file: Path, column: str) -> Iterator[str]:
+    """The documents of a .jsonl file."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ArgumentError("source", "JSON in each line", f"line {number} of {file} ({error})") from error
+            if not isinstance(row, dict):
+                raise ArgumentError("source", "an object in each line", f"line {number} of {file}")
+            _check_column(column, list(row), file)
+            text = row[column]
+            if text is not None and not isinstance(text, str):
+                expected = f"text, or null, under {column!r}"
+                raise ArgumentError("source", expected, f"{type(text).__name__} in line {number} of {file}")
+            yield text or ""
 
 
 def _check_column(column: str, there: list[str], file: Path) -> None:
@@ -179,6 +202,24 @@ def shuffled(n: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(n, generator=generator, device="cpu")
 
 
+def at_least(name: str, value: object, least: int, of: str = "") -> None:
+    """Refuse what is no int of at least so many."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(name, f"an int ≥ {least}{of}", describe_tensor(value))
+
+
+def check_data(corpus: object, seq_len: object, seed: object, max_document: object, begin: object) -> None:
+    """Refuse what documents cannot be packed by."""
+    if not isinstance(corpus, Corpus):
+        raise ArgumentError("corpus", "a Corpus", type(corpus).__name__)
+    at_least("seq_len", seq_len, 2, " (tokens)")
+    if max_document is not None:
+        at_least("max_document", max_document, 2, " (tokens)")
+    if not isinstance(seed, int):
+        raise ArgumentError("seed", "an int", repr(seed))
+    at_least("begin", begin, 0)
+
+
 class PackedSequences(Dataset):
     """Sequence i of the corpus: ``(ids int64 [T], offsets of the documents in it, a list of ints [N+1])``.
 
@@ -186,14 +227,15 @@ class PackedSequences(Dataset):
         corpus: the documents. seq_len: T. seed: of the documents' order.
         max_document: longer documents are cut into parts of this many tokens; None: they are not.
         begin: the token sequence 0 starts at.
+
+    Raises:
+        ArgumentError: naming the argument.
     """
 
     def __init__(
         self, corpus: Corpus, seq_len: int, seed: int = 0, max_document: int | None = None, begin: int = 0
     ) -> None:
-        for name, value in (("seq_len", seq_len), ("max_document", max_document)):
-            if value is not None and value < 2:
-                raise ArgumentError(name, "at least 2 tokens", value)
+        check_data(corpus, seq_len, seed, max_document, begin)
         self.corpus, self.seq_len, self.seed, self.max_document = corpus, seq_len, seed, max_document
         self.begin = begin
         self._epoch = lru_cache(2)(self._order)
@@ -234,7 +276,19 @@ def batches(
 
     Sequence j of step s on replica r is number ``(s·replicas + r)·size + j``, so with the same `size` × `replicas` a
     step sees the same sequences on any number of replicas.
+
+    Raises:
+        ArgumentError: naming the argument.
     """
+    for name, value, least in (
+        ("steps", steps, 0),
+        ("size", size, 1),
+        ("replicas", replicas, 1),
+        ("workers", workers, 0),
+    ):
+        at_least(name, value, least)
+    if not isinstance(replica, int) or not 0 <= replica < replicas:
+        raise ArgumentError("replica", f"0 ≤ replica < replicas = {replicas}", repr(replica))
     first = [(s * replicas + replica) * size for s in range(steps)]
     indices = [n + j for n in first for j in range(size)]
     return DataLoader(sequences, batch_size=None, sampler=indices, num_workers=workers, persistent_workers=False)

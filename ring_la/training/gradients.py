@@ -14,6 +14,7 @@ from ..errors import ArgumentError, DisagreementError
 
 BUCKET = 1 << 25
 """Numbers in one message."""
+USED_UP = "What model.parameters() returns can be gone through once: call it again"
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> None:
@@ -46,12 +47,15 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
 
 def parameters_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters as a list, of which there is one at least."""
-    if isinstance(parameters, nn.Module):
-        raise ArgumentError("parameters", "parameters, such as model.parameters()", type(parameters).__name__)
+    expected = "parameters, such as model.parameters()"
+    if isinstance(parameters, (nn.Module, Tensor)) or not isinstance(parameters, Iterable):  # its rows have no gradient
+        raise ArgumentError("parameters", expected, type(parameters).__name__)
     found = list(parameters)
     if not found:
-        hint = "What model.parameters() returns can be gone through once: call it again"
-        raise ArgumentError("parameters", "at least one", "none", hint)
+        raise ArgumentError("parameters", "at least one", "none", USED_UP)
+    for p in found:
+        if not isinstance(p, Tensor):
+            raise ArgumentError("parameters", expected, f"a {type(p).__name__} among them")
     return found
 
 

@@ -44,8 +44,10 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, in_flight: int = 2 << 30, least: int = 1 << 20, ahead: int = 1) -> None:
         for name, value in (("in_flight", in_flight), ("least", least), ("ahead", ahead)):
-            if value < 0:
-                raise ArgumentError(name, "a number ≥ 0", value)
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise ArgumentError(name, "a number ≥ 0", repr(value))
+        if not isinstance(ahead, int):
+            raise ArgumentError("ahead", "an int", repr(ahead))
         self.in_flight, self.least, self.ahead = in_flight, least, ahead
         self.moved = self.most_in_flight = 0
         self._waiting: deque[_Kept] = deque()
@@ -148,6 +150,7 @@ class _Kept:
     def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
         self.device, self.stream, self.place, self.bytes = x.device, stream, place, x.nbytes
         self.source: Tensor | None = x.detach()
+        self.version, self.spoiled = x._version, False  # of its memory; changed while it was copied
         self.back: Tensor | None = None
         self.event: Any = None  # of the last copy
         self.host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
@@ -167,7 +170,12 @@ class _Kept:
         """The device's tensor is not needed any more; `wait` until its copy is made."""
         if wait and self.event is not None:
             self.event.synchronize()
+        self._look()
         self.source = None
+
+    def _look(self) -> None:
+        """Note that the tensor on the device is another than was kept, and so may be its copy."""
+        self.spoiled |= self.source is not None and self.source._version != self.version
 
     def fetch(self) -> None:
         """Start the way back; a tensor that is on the device still is taken as it is."""
@@ -183,6 +191,11 @@ class _Kept:
 
     def take(self) -> Tensor:
         """The tensor on its device, for the current stream."""
+        self._look()
+        if self.spoiled:
+            raise RuntimeError(
+                "a tensor that the backward pass needs was changed in place before Offload had copied it"
+            )
         self.fetch()
         x = self.source if self.source is not None else self.back
         assert x is not None

@@ -7,12 +7,16 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
+from .gradients import USED_UP
 
 AdamWKind = Literal["adamw", "adamw8bit", "adamw4bit"]
 STATES = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit"}
 """Names in torchao.optim: moments of 8 or 4 bits, quantised by blocks (Dettmers et al. 2022, arXiv 2110.02861)."""
+
+EXPECTED = "parameters, such as model.parameters(), or groups of them"
 
 
 def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
@@ -25,10 +29,16 @@ def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.o
     small parameters keep full states. bf16 parameters are rounded stochastically where the states have few bits.
 
     Raises:
-        ArgumentError: no such kind. UnsupportedError: torchao is not installed.
+        ArgumentError: no such kind, or no parameters. UnsupportedError: torchao is not installed.
     """
-    groups = list(parameters)
+    groups = [{**g, "params": _listed(g["params"])} if isinstance(g, dict) else g for g in _listed(parameters)]
     given = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+    given = [p[1] if isinstance(p, tuple) else p for p in given]  # of named_parameters
+    if not given:
+        raise ArgumentError("parameters", "at least one", "none", USED_UP)
+    for p in given:
+        if not hasattr(p, "is_cuda"):
+            raise ArgumentError("parameters", EXPECTED, f"a {type(p).__name__} among them")
     if kind == "adamw":
         said = bool({"fused", "foreach"} & set(options))
         fused: dict[str, Any] = {"fused": True} if not said and all(p.is_cuda for p in given) else {}
@@ -42,3 +52,12 @@ def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.o
 
     rounded = all(p.dtype == torch.bfloat16 for p in given)
     return getattr(optim, STATES[kind])(groups, bf16_stochastic_round=rounded, **options)
+
+
+def _listed(parameters: Any) -> list[Any]:
+    """Parameters in a list, which can be gone through more than once."""
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, dict):
+        raise ArgumentError("parameters", EXPECTED, f"a {type(parameters).__name__}")
+    return list(parameters)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..checks import check_flag
 from ..errors import ArgumentError, UnsupportedError
 from ..models import HybridLM
 from ..nn import LAYERS, MixtureOfExperts, MoEOutput
+from ..nn.layer import positive
 from ..softmax.results import Kept
 from .offload import Offload
 
@@ -43,11 +45,14 @@ def recompute(
     if not hasattr(getattr(model, "config", None), "layers"):
         expected = "a HybridLM (models of Transformers have gradient_checkpointing_enable)"
         raise ArgumentError("model", expected, type(model).__name__)
+    if isinstance(kinds, str) or not isinstance(kinds, Collection):
+        raise ArgumentError("kinds", "a list of names", repr(kinds))
+    check_flag("keep_attention", keep_attention)
     for kind in kinds:
         if kind not in ("mlp", "block", "norm", *LAYERS):
             raise ArgumentError("kinds", f"'mlp', 'block', 'norm' or names out of {', '.join(LAYERS)}", repr(kind))
-    if mlp_chunk is not None and mlp_chunk < 1:
-        raise ArgumentError("mlp_chunk", "an int ≥ 1", mlp_chunk)
+    if mlp_chunk is not None:
+        positive("mlp_chunk", mlp_chunk)
     if mlp_chunk is not None and any(isinstance(block.mlp, MixtureOfExperts) for block in model.blocks):
         raise UnsupportedError("mlp_chunk", "None with a mixture of experts", mlp_chunk)
     # methods of these objects are replaced, so that parameters' names, hooks and types stay

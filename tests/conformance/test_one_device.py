@@ -407,9 +407,16 @@ def test_what_is_wrong_with_a_description_is_named():
     x = make_inputs("gated_delta_rule", 1, 9)
     q, k, v, s = (x[n] for n in ("q", "k", "v", "beta"))
     empty = recurrence(paper="none")(lambda q: q)
+    worded = recurrence(paper="none")(lambda q: Recurrence("additive", Inputs(q, q, q)))
+    without = recurrence(paper="none")(lambda q: Recurrence(Rule("additive", "none"), None))
     for match, wrong in {
         r"s: expected \[B,T,H\] = \[1, 9, 4\], got \[1, 9, 2\]": lambda: own(q, k, v, s[..., :2]),
         "expected a description that returns a Recurrence, got Tensor": lambda: empty(q),
+        "expected a Recurrence whose rule is of Rule, got str": lambda: worded(q),
+        "expected a Recurrence whose inputs is of Inputs, got NoneType": lambda: without(q),
+        "s: expected an Argument whose shape": lambda: recurrence(
+            paper="none", arguments=declared | {"s": Argument(3)}
+        )(sink),
         "arguments: expected names out of the description's": lambda: recurrence(
             paper="none", arguments=declared | {"p": KEY}
         )(sink),

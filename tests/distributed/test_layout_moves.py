@@ -105,3 +105,31 @@ def test_tensors_elsewhere_are_refused_on_every_rank(ranks):
 
 def test_bad_moves_are_named(ranks):
     ranks.run(2, check_bad_moves)
+
+
+def check_alone(rank: int) -> list[bool]:
+    """Rank 0 alone gives what is refused, and hears why; so does the other."""
+    cp, said = ring_la.ContextParallel(group(2), scan="ring", timeout=20), []
+    layout, grid = cp.layout(13), cp.grid((5, 3))
+    x, rows = torch.zeros(1, layout.local_length, 2), torch.zeros(1, grid.local_shape[0], 3)
+    A, b = torch.zeros(1, layout.local_length, 1), torch.zeros(1, layout.local_length, 1, 1, 1)
+    calls = [
+        ("other_layout", lambda given: layout.convert(x, given), None, layout),
+        ("other_layout", lambda given: layout.convert(x, given), cp.layout(14), layout),
+        ("dim", lambda given: layout.gather(x, given), True, 1),
+        ("width", lambda given: grid.halo(rows, 1, given), -1, 1),
+        ("width", lambda given: grid.halo(rows, 1, given), True, 1),
+        ("shape", cp.grid, (0, 3), (5, 3)),
+        ("shape", cp.grid, 5, (5, 3)),
+        ("counts", lambda given: cp.grid((5, 3), given), (1, 1), None),
+        ("A", lambda given: cp.scan(given, b, layout), A.to_sparse(), A),
+    ]
+    for name, call, wrong, right in calls:
+        with pytest.raises((ring_la.ArgumentError, ring_la.DisagreementError)) as error:
+            call(right if rank else wrong)
+        said.append(f"{name}: expected" in str(error.value))
+    return said
+
+
+def test_what_one_rank_gives_wrong_is_said_on_both(ranks):
+    assert ranks.run(2, check_alone) == [[True] * 9] * 2

@@ -125,6 +125,12 @@ def test_a_prompt_read_by_three_ranks_is_kept_on_disk_and_goes_on_with_fewer(ran
         load_prompt(tmp_path / "none", KeyStore([KeySize(1, 2, 2)]))
     with pytest.raises(ArgumentError, match="prompt: expected one read with `keys`, a KeyStore, got KVCache"):
         save_prompt(prefill(make(()), tokens(1, 3)), tmp_path)
+    for name in ("keys-2.safetensors", "states.safetensors"):
+        file = tmp_path / name
+        file.write_bytes(file.read_bytes()[:-9])
+        with pytest.raises(ArgumentError, match=f"folder: expected a prompt that is whole, got {tmp_path}"):
+            load_prompt(tmp_path, key_store(make(())))
+    (tmp_path / "keys-2.safetensors").unlink()
 
 
 def check_two_turns(rank: int) -> None:

@@ -160,3 +160,22 @@ def test_wrong_ids_are_refused():
         model(ids, states=[None])
     with pytest.raises(ArgumentError, match=r"targets: expected torch\.int64 of the shape of ids"):
         model.loss(ids, ids[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("norm_eps", {"norm_eps": -1}),
+        ("norm_eps", {"norm_eps": "x"}),
+        ("tie_embeddings", {"tie_embeddings": "no"}),
+        ("vocab_size", {"vocab_size": True}),
+        ("options", {"options": None}),
+        ("options", {"options": {"gdn": 3}}),
+        (r"options\['gdn'\]", {"options": {"gdn": {"num_kv_heads": 1}}}),
+        ("mlp_options", {"mlp_options": None}),
+        ("mlp_options", {"mlp_options": {"experts": 4}}),
+    ],
+)
+def test_wrong_configurations_are_named(name, wrong):
+    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+        HybridLM(HybridConfig(**{"vocab_size": 9, "dim": 8, "layers": ["gdn"], "num_heads": 2, **wrong}))

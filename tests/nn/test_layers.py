@@ -373,3 +373,39 @@ def test_forgetting_attention_is_the_papers_equation():
 
 def test_options_name_layers():
     assert set(OPTIONS) <= set(NAMES)
+
+
+WRONG = [
+    ("attention", {"rope_base": -1}),
+    ("attention", {"rope_base": float("nan")}),
+    ("attention", {"qk_norm": "no"}),
+    ("attention", {"gated": 0}),
+    ("mla", {"rope_base": 0}),
+    ("moba", {"qk_norm": None}),
+    ("retention", {"rope_base": "x"}),
+    ("lightning", {"log_decay": 0.5}),
+    ("gla", {"temperature": -1}),
+    ("gla", {"gate_rank": 0}),
+    ("gsa", {"temperature": 0}),
+    ("hgrn2", {"lower_bound": None}),
+    ("hgrn", {"lower_bound": "x"}),
+    ("rwkv6", {"mix_rank": 0}),
+    ("rwkv6", {"decay_rank": 1.5}),
+    ("mamba2", {"expand": 0}),
+    ("mamba2", {"state_dim": 0}),
+    ("mamba2", {"dt_range": (0.1, 0.001)}),
+    ("mamba3", {"expand": 1.5}),
+    ("mamba3", {"turned": None}),
+    ("mlstm", {"key_dim": 0}),
+    ("ttt", {"rate": float("nan")}),
+    ("gdn", {"negative_eigenvalues": "no"}),
+    ("gdn", {"head_dim": True}),
+    ("linear_attention", {"causal": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG, ids=lambda x: str(x))
+def test_options_that_make_no_layer_are_refused(name, wrong):
+    """Some made NaN, gates that grow, or a layer without channels; others were errors of the first call."""
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))}: expected"):
+        make(name, **wrong)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_la import ArgumentError
 from ring_la.nn import MixtureOfExperts
 
 from .moe_cases import DIM, EXPERTS, OPTIONS, gradients, make, same, tokens
@@ -128,3 +129,22 @@ def test_bf16_is_as_good_as_a_dense_loop_in_bf16():
     truth = exact(x.double()).o.detach()
     error = lambda o: float((o.detach().double() - truth).norm() / truth.norm())  # noqa: E731
     assert error(low(x).o) <= 2 * error(dense(low, x)[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dim": 0},
+        {"hidden": 0},
+        {"experts": 4.0},
+        {"top_k": True},
+        {"shared_hidden": -1},
+        {"balance_coef": float("nan")},
+        {"z_coef": None},
+        {"renormalize": "no"},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(wrong):
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))}: expected"):
+        MixtureOfExperts(**{"dim": 8, "hidden": 4, "experts": 4, **wrong})

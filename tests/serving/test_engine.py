@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, seats
 from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, HybridByBlock, NewToken, NoText, Request, static
 from ring_la.serving.static import StaticBatch
+from ring_la.serving.waiting import Busy
 from ring_la.surroundings import Surroundings
 from tests.serving.engines import LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import WHOLE, make
@@ -269,3 +272,45 @@ def test_sequences_of_any_length_are_decoded_side_by_side(monkeypatch):
     jobs = [Asked(prompt(length), n) for length, n in asked]
     serve(engine(without=KEYED, batch=4), jobs)
     assert [job.tokens for job in jobs] == [truth(prompt(length), n, KEYED) for length, n in asked]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"ids": [1.5, 2.0]}, "prompt: expected token ids, ints, got 1.5 among them"),  # it ended the engine
+        ({"ids": ["a"]}, "prompt: expected token ids"),
+        ({"ids": [[1, 2]]}, "prompt: expected token ids"),
+        ({"ids": [True]}, "prompt: expected token ids"),
+        ({"max_tokens": 2.5}, "max_tokens: expected an int"),  # three tokens
+        ({"max_tokens": None}, "max_tokens: expected an int"),
+        ({"seed": "x"}, "seed: expected an int"),
+        ({"seed": 2**70}, "seed: expected an int"),
+        ({"logit_bias": {1: "x"}}, "logit_bias: expected a number"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias: expected a number"),
+        ({"logit_bias": [1]}, "logit_bias: expected a number"),
+    ],
+)
+def test_what_is_no_request_is_refused_at_once(wrong, named):
+    with pytest.raises(ArgumentError, match=named):
+        engine().submit(Asked(**{"ids": [1, 2], **wrong}))
+
+
+def test_a_request_is_submitted_once_and_one_thread_runs():
+    """Both got tokens of the other, or none."""
+    server, job, late = engine(waiting=1), Asked([1, 2], 3), Asked([3], 1)
+    server.submit(job)
+    with pytest.raises(Busy):
+        server.submit(late)
+    for jobs in ([job], [Asked([1, 2])] * 2):
+        with pytest.raises(ArgumentError, match="jobs: expected requests of which each is submitted once"):
+            server.submit(*jobs)
+    running = threading.Thread(target=server.run)
+    running.start()
+    while len(job.tokens) < 3:
+        time.sleep(0.01)
+    with pytest.raises(ArgumentError, match="run: expected one thread"):
+        server.run()
+    server.submit(late)
+    server.stop()
+    running.join()
+    assert (job.tokens, late.tokens) == (truth([1, 2], 3), truth([3], 1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ring_la import ArgumentError, ContextParallel, PeerError
+from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import Checkpoints, TrainingMesh, recompute, shard_parameters
 
@@ -101,3 +102,78 @@ def test_a_rank_that_dies_at_a_checkpoint_is_named(ranks, tmp_path, moment, back
     found = "writing" if moment == "written" else "reading"
     for rank, said in zip((0, 2, 3), ranks.run(4, check_death, str(tmp_path), moment, background, dying=(1,))):
         assert said.startswith(f"rank {rank} of 4 failed while {found} a checkpoint: no sign of life from rank 1")
+
+
+class Small:
+    """A model of so many layers, and its optimizer."""
+
+    def __init__(self, layers: int = 1) -> None:
+        self.model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+
+PROGRESS = {"tokens": 3, "loader": {"epoch": 1, "order": [1, {"x": 2}], "rest": {}}, "ids": {4: (5, 6)}}
+
+
+def check_progress(rank: int, folder: str, background: bool) -> None:
+    small, checkpoints = Small(), Checkpoints(folder, background=background)
+    checkpoints.save(1, small.model, small.optimizer, PROGRESS | {"seed": torch.arange(3)})
+    checkpoints.wait()
+    dist.barrier()
+    found = checkpoints.load(small.model, small.optimizer)
+    assert found.pop("seed").tolist() == [0, 1, 2]
+    assert found == PROGRESS | {"step": 1}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_progress_comes_back_as_it_was(ranks, tmp_path, background):
+    """Nested dicts came back in one, empty ones not at all, and with a tensor none of the checkpoint could be read."""
+    ranks.run(4, check_progress, str(tmp_path), background)
+
+
+def check_unreadable(rank: int, folder: str) -> list[str]:
+    """What would be written and never read again, on rank 0 alone; and steps that differ, whose parts lay apart."""
+    small, checkpoints, said = Small(), Checkpoints(folder, background=False), []
+    for step, progress in ((1, {"where": Path("here")}), (1, None), (-1, {}), ("1", {}), (7, {})):
+        given = (step, progress) if rank == 0 else (1, {})
+        with pytest.raises((ArgumentError, DisagreementError)) as error:
+            checkpoints.save(given[0], small.model, small.optimizer, given[1])
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    assert checkpoints.steps() == []
+    return said
+
+
+def test_what_could_not_be_read_again_is_not_written(ranks, tmp_path):
+    first, second, *_ = ranks.run(4, check_unreadable, str(tmp_path))
+    expected = ["progress: expected plain values and tensors, .*, at 'where', got PosixPath"]
+    expected += ["progress: expected a dict", *["step: expected an int ≥ 0, got .*1"] * 2]
+    for mine, theirs, want in zip(first, second, expected):
+        assert re.match(f"ArgumentError: {want}", mine)
+        assert re.search(rf"^DisagreementError: .*\n  rank 0: refused: {want}.*\n  rank 1: 1\n", theirs)
+    assert first[-1] == second[-1]
+    assert "\n  rank 0: 7\n  rank 1: 1" in first[-1]
+
+
+def check_more(rank: int, folder: str) -> None:
+    two, one, checkpoints = Small(2), Small(1), Checkpoints(folder, keep=1, background=False)
+    checkpoints.save(1, two.model, two.optimizer, {})
+    with pytest.raises(ArgumentError, match=r"model: expected all that .*step-00000001 has of one, got .* 1\.weight"):
+        checkpoints.load(one.model, one.optimizer)
+    checkpoints.save(2, two.model, two.optimizer, {})  # and removes step 1, beside folders of other names
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["step-", "step-00000002", "step-x"]
+
+
+def test_a_model_that_has_less_is_refused(ranks, tmp_path):
+    """It was filled with the layers it has."""
+    for name in ("step-", "step-x"):
+        (tmp_path / name).mkdir()
+    ranks.run(4, check_more, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"keep": 1.5}, {"keep": True}, {"background": "no"}, {"frozen": None}, {"folder": 3}]
+)
+def test_wrong_arguments_are_named(wrong):
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))}: expected"):
+        Checkpoints(**{"folder": "runs", **wrong})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from ring_la import ArgumentError
-from ring_la.training import Corpus, PackedSequences, batches
+from ring_la.training import BalancedSequences, Corpus, PackedSequences, Work, batches
 
 TEXTS = ["", "first document", "x", "a third one, somewhat longer than the others are", "ünïcödé"]
 
@@ -120,6 +121,75 @@ def test_what_is_wrong_is_named(corpus, tmp_path):
         pytest.importorskip(module)
         with pytest.raises(ArgumentError, match=f"tokenizer: expected bytes, .*, got '{name}'"):
             Corpus.prepare(str(tmp_path / "a.jsonl"), str(tmp_path), name, "body")
-    with pytest.raises(ArgumentError, match="seq_len: expected at least 2"):
+    with pytest.raises(ArgumentError, match="seq_len: expected an int ≥ 2"):
         PackedSequences(corpus, 1)
     torch.testing.assert_close(corpus.offsets[0], torch.tensor(0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"replica": 2, "replicas": 2},  # another replica's sequences
+        {"replica": -1, "replicas": 2},
+        {"replicas": 0},  # the same ones at every step
+        {"size": 0},  # none
+        {"steps": -1},
+        {"steps": 1.5},
+        {"workers": -1},
+    ],
+)
+def test_a_share_that_there_is_not_is_refused(corpus, wrong):
+    name = next(iter(wrong))
+    with pytest.raises(ArgumentError, match=f"{name}: expected"):
+        batches(PackedSequences(corpus, 8), **{"steps": 2, "size": 1, **wrong})
+
+
+@pytest.mark.parametrize("kind", [PackedSequences, partial(BalancedSequences, sequences=2, work=Work())])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seq_len", "8"), ("seq_len", 8.0), ("seed", "a"), ("seed", 1.5), ("max_document", 2.5), ("begin", -3)],
+)
+def test_what_sequences_are_packed_by_is_checked(corpus, kind, name, value):
+    with pytest.raises(ArgumentError, match=f"{name}: expected an int"):
+        kind(**{"corpus": corpus, "seq_len": 8, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("corpus", {"corpus": "folder"}),
+        ("kind", {"kind": "zigzagg"}),
+        ("layout", {"kind": "striped", "ranks": 2}),
+        ("work", {"work": None}),
+        ("work", {"work": lambda tokens: float("nan")}),
+        ("sequences", {"sequences": 2.0}),
+        ("pool", {"pool": 1.5}),
+    ],
+)
+def test_what_documents_are_balanced_by_is_checked(corpus, name, wrong):
+    with pytest.raises(ArgumentError, match=f"{name}: expected"):
+        BalancedSequences(**{"corpus": corpus, "seq_len": 8, "sequences": 2, "work": Work(), **wrong})
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"text": "a"}\n{"text":', r"JSON in each line, got line 2 of .*a\.jsonl"),
+        ('["text"]', r"an object in each line, got line 1 of .*a\.jsonl"),
+        ('{"text": 3}', r"text, or null, under 'text', got int in line 1 of .*a\.jsonl"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(tmp_path, lines, said):
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ArgumentError, match=f"source: expected {said}"):
+        Corpus.prepare(str(tmp_path / "a.jsonl"), str(tmp_path))
+
+
+@pytest.mark.parametrize("part", ["corpus.json", "tokens.bin", "offsets.bin"])
+def test_a_corpus_that_is_cut_off_is_named(tmp_path, part):
+    (tmp_path / "a.txt").write_text("a document")
+    folder = Corpus.prepare(str(tmp_path / "a.txt"), str(tmp_path))
+    file = folder / part
+    file.write_bytes(file.read_bytes()[:5])
+    with pytest.raises(ArgumentError, match=r"folder: expected what Corpus\.prepare made, whole"):
+        Corpus(folder)

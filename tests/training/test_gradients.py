@@ -84,3 +84,16 @@ def test_wrong_parameters_are_named_on_every_rank(ranks):
     assert said[0] == said[1]
     assert "rank 0: 2, hash" in said[0][0]
     assert "rank 1: 1, hash" in said[0][0]
+
+
+@pytest.mark.parametrize("wrong", ["tensor", "named", "number"])
+def test_what_would_clip_nothing_is_refused(wrong):
+    """A tensor was gone through row by row, none of which has a gradient: the norm was 0."""
+    model = nn.Linear(3, 2)
+    model.weight.grad = torch.ones(2, 3)
+    given = {"tensor": model.weight, "named": model.named_parameters(), "number": 3}[wrong]
+    with pytest.raises(ring_la.ArgumentError, match=r"parameters: expected parameters, such as model.parameters\(\)"):
+        clip_gradients(given, 1.0)
+    for most in ("1", None, True, float("nan")):
+        with pytest.raises(ring_la.ArgumentError, match="most: expected a norm above 0"):
+            clip_gradients(model.parameters(), most)

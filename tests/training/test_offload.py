@@ -71,3 +71,22 @@ def test_the_host_waits_where_too_much_came_back():
         taken.add(10, Event(name))
     taken.make_room(100)
     assert (reached, len(taken.begun)) == ([1, 2, 3, 4], 1)
+
+
+def test_what_was_changed_before_it_was_copied_is_refused():
+    """PyTorch says so of what it keeps itself; here the gradients were of other numbers."""
+
+    class Copying:
+        def query(self) -> bool:
+            return False
+
+    offload = Offload(least=1)
+    x = torch.ones(4)
+    kept = offload.pack(x)
+    kept.source, kept.event = x.detach(), Copying()  # as on a GPU while the copy is under way
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place before Offload had copied it"):
+        offload.unpack(kept)
+    for name, wrong in (("in_flight", "2"), ("in_flight", float("nan")), ("least", None), ("ahead", 1.5)):
+        with pytest.raises(ArgumentError, match=f"{name}: expected"):
+            Offload(**{name: wrong})

@@ -92,3 +92,21 @@ def test_few_bits_train_as_many_do(ranks, kind, within):
     for first, last in ranks.run(2, sharded, kind):
         assert first == pytest.approx(whole[0], rel=1e-5)
         assert last == pytest.approx(whole[1], rel=within)
+
+
+def test_a_group_may_hold_what_can_be_gone_through_once():
+    """As PyTorch's own optimizers take it; there were no parameters left in the group, and nothing was trained."""
+    model = torch.nn.Linear(3, 2)
+    (group,) = adamw("adamw", [{"params": model.parameters(), "lr": 0.1}]).param_groups
+    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
+    named = adamw("adamw", model.named_parameters()).param_groups[0]
+    assert len(named["params"]) == 2
+    assert adamw("adamw", [{"params": model.weight}]).param_groups[0]["params"] == [model.weight]
+    gone = model.parameters()
+    assert len([*gone]) == 2
+    for wrong in (gone, [], [{"params": gone}]):
+        with pytest.raises(ArgumentError, match="parameters: expected at least one, got none"):
+            adamw("adamw", wrong)
+    for wrong in (model, 3, [3]):
+        with pytest.raises(ArgumentError, match="parameters: expected parameters, such as"):
+            adamw("adamw", wrong)

@@ -154,3 +154,19 @@ def test_blocks_of_a_split_model_on_gpus(gpu_ranks, keep):
 def test_another_model_is_refused():
     with pytest.raises(ArgumentError, match=r"model: expected a HybridLM .*, got Linear"):
         recompute(torch.nn.Linear(2, 2), ["mlp"])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("kinds", {"kinds": "gdn"}),
+        ("kinds", {"kinds": None}),
+        ("mlp_chunk", {"mlp_chunk": 1.5}),
+        ("mlp_chunk", {"mlp_chunk": True}),
+        ("keep_attention", {"keep_attention": "no"}),
+    ],
+)
+def test_what_is_recomputed_is_checked(name, wrong):
+    model = HybridLM(HybridConfig(9, 8, ["gdn"], 2))
+    with pytest.raises(ArgumentError, match=f"{name}: expected"):
+        recompute(model, **{"kinds": ["gdn"], **wrong})

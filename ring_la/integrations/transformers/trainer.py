@@ -111,10 +111,18 @@ class ContextTrainer(ShardsTrainer):
             hint = "The Trainer averages gradients over all ranks: parallelize(…, average=True)"
             raise ArgumentError("model", "one parallelized with average=True", "average=False", hint)
         self._refuse_options()
+        self._refuse_alone()
         self.axis = DataAxis.of(settings.cp)
         ours = DataAccelerator(self.accelerator, self.axis)
         self.accelerator.prepare_data_loader = MethodType(Accelerator.prepare_data_loader, ours)
         self.accelerator.gather_for_metrics = self.gather_function = ours.gather_for_metrics
+
+    def _refuse_alone(self) -> None:
+        """Refuse ranks that Accelerate takes for processes alone: it would average nothing among them."""
+        ranks, taken = dist.get_world_size(), self.accelerator.num_processes
+        if taken != ranks:
+            hint = "Accelerate goes by RANK, LOCAL_RANK and WORLD_SIZE: start the ranks by torchrun, or set them"
+            raise ArgumentError("args", f"TrainingArguments of {ranks} processes, the ranks of the job", taken, hint)
 
     def _refuse_options(self) -> None:
         """Refuse what wants the logits of whole sequences, or gives out rows in a way of its own."""

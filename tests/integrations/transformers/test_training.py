@@ -116,6 +116,8 @@ def refused_by_the_trainer(rank: int, folder: str) -> None:
     from ring_la.integrations.transformers import ContextTrainer, parallelize
 
     def start(model, loss, options: dict) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **options)
         trainer = ContextTrainer(model=model, args=arguments, eval_dataset=Data(), compute_loss_func=loss)
         trainer.predict(Data()) if loss is None else trainer.evaluate()
@@ -292,3 +294,31 @@ def sharded(rank: int) -> None:
 
 def test_fsdp_over_the_context_has_the_same_gradients(ranks):
     ranks.run(2, sharded)
+
+
+def train_alone(rank: int) -> str:
+    """The Trainer on ranks of a job that nothing in the environment tells Accelerate of."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import TrainingArguments
+
+    import ring_la
+    from ring_la.integrations.transformers import ContextTrainer, parallelize
+    from tests.support.pool import group
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    for state in (PartialState, AcceleratorState, GradientState):
+        state._reset_state()
+    model = parallelize(CASES["qwen3_next"].make(), ring_la.ContextParallel(group(), scan="ring"), average=True)
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ring_la.ArgumentError) as error:
+        ContextTrainer(model=model, args=TrainingArguments(folder, use_cpu=True, report_to=[]), train_dataset=Data())
+    for state in (PartialState, AcceleratorState, GradientState):
+        state._reset_state()
+    return str(error.value)
+
+
+def test_ranks_that_accelerate_takes_for_one_are_refused(ranks):
+    """It averaged nothing: every rank took steps of its own part of the gradients."""
+    expected = "args: expected TrainingArguments of 4 processes, the ranks of the job, got 1. Accelerate goes by RANK"
+    for said in ranks.run(4, train_alone):
+        assert said.startswith(expected)
