@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import refuse_transforms, transformed
+from ..autograd import full_precision, refuse_transforms, transformed
 from ..blockwise import by_block, fixed
 from ..checks import check_flag, check_nan, check_scale, check_split
 from ..context import ShardedLayout
@@ -62,9 +62,10 @@ def run_composed(
     if not checked.plain:
         given |= {n: _ready(x, definition.arguments[n], sizes, options) for n, x in tensors.items()}
     ready = options._replace(scale=definition.scale(options, sizes.get("K", 1)), use_qk_l2norm=False, in_place=False)
-    if not options.in_place:
-        return call.func(**given, options=ready)
-    o, final = call.func(**given, options=ready._replace(output_final_state=True))
+    with full_precision(*tensors.values()):
+        if not options.in_place:
+            return call.func(**given, options=ready)
+        o, final = call.func(**given, options=ready._replace(output_final_state=True))
     for part, new in zip(parts_of(options.initial_state), parts_of(final)):
         part.copy_(new)
     return LinearAttentionOutput(o, options.initial_state)

@@ -31,7 +31,7 @@ from ..errors import ArgumentError
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from ..running_sum import running_sum
-from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument
+from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument, state_dtype_of
 from .definition import CommonOptions
 from .delta_product import steps
 from .neighbours import first_tokens, successors
@@ -167,8 +167,11 @@ class Trapezoid(NamedTuple):
 
 def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutput:
     x, dt, g, B, C, lam, theta, D, up = tokens
+    dt, lam = (t.to(torch.promote_types(t.dtype, x.dtype)) for t in (dt, lam))
     layout, n = options.layout, B.shape[2]
     start: Any = options.initial_state
+    if start is not None:
+        start = [part.to(state_dtype_of(tokens._asdict())) for part in start]
     phi = running_sum(theta, layout, options.cu_seqlens, None if start is None else start[3])
     c = (1 - lam) * dt
     after = successors(c, options)
@@ -268,7 +271,8 @@ def _own(C: Tensor, B: Tensor, inputs: Tensor, now: Tensor, after: Tensor, scale
     pairs = (C[:, :, :, None] * B[:, :, None]).sum(-1)  # [B, T, n, n, H]
     seen = torch.ones(n, n, dtype=torch.bool, device=C.device).tril()[..., None]
     weight = torch.where(seen, -after[:, :, None, None], now[:, :, None, None])
-    return scale * torch.einsum("btrsh,btshv->btrhv", weight * pairs, inputs.to(weight.dtype))
+    weight = weight * pairs
+    return scale * torch.einsum("btrsh,btshv->btrhv", weight, inputs.to(weight.dtype))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
