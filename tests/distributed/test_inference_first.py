@@ -8,6 +8,7 @@ import torch
 import ring_la
 from ring_la.recurrences import RECURRENCES
 from ring_la.testing.examples import make_arguments
+from tests.support.file_memory import over_files
 from tests.support.pool import group
 
 CU = (0, 3, 9, 26)
@@ -87,3 +88,23 @@ def test_calls_on_one_device_are_trained_after_inference(packed):
         out = call(*leaves, **where)
         out.sum().backward()
         torch.testing.assert_close(before.clone(), out.detach(), msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check_memory(rank: int, folder: str) -> None:
+    """Memory that ranks of one host share is made by the first call that needs it."""
+    cp, patch = over_files(2, folder)
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 2, 4, generator=rng, dtype=torch.float64) for _ in range(3))
+    with patch:
+        for strategy in ("ring", "ulysses"):
+            cp.comm.memory.current = None
+            layout = cp.layout(40)
+            shards = [layout.shard(x) for x in (q, k, v)]
+            with torch.inference_mode():
+                ring_la.attention(*shards, causal=True, layout=layout, strategy=strategy)
+            leaves = [x.requires_grad_() for x in shards]
+            ring_la.attention(*leaves, causal=True, layout=layout, strategy=strategy).o.sum().backward()
+
+
+def test_memory_that_inference_made_is_trained_with(ranks, tmp_path):
+    ranks.run(2, check_memory, str(tmp_path))
