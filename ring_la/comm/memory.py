@@ -199,6 +199,7 @@ class TakenInTurns:
         return memory
 
 
+@plain
 def cut(memory: Tensor, first: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
     """Tensors one after the other in bytes of memory from `first` on."""
     out = []
