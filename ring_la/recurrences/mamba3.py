@@ -31,7 +31,7 @@ from ..errors import ArgumentError
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from ..running_sum import running_sum
-from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument, state_dtype_of
+from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument
 from .definition import CommonOptions
 from .delta_product import steps
 from .neighbours import first_tokens, successors
@@ -170,8 +170,6 @@ def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutp
     dt, lam = (t.to(torch.promote_types(t.dtype, x.dtype)) for t in (dt, lam))
     layout, n = options.layout, B.shape[2]
     start: Any = options.initial_state
-    if start is not None:
-        start = [part.to(state_dtype_of(tokens._asdict())) for part in start]
     phi = running_sum(theta, layout, options.cu_seqlens, None if start is None else start[3])
     c = (1 - lam) * dt
     after = successors(c, options)

@@ -15,7 +15,7 @@ RUNS = ("contiguous", "zigzag", "balanced")
 ANY = (*RUNS, "striped")
 WEIGHTS = {r.name: 3.0 for r in RECURRENCES} | {
     "attention": 14, "forgetting_attention": 4, "mla": 6, "sparse_attention": 5, "short_conv": 5, "token_shift": 3,
-    "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "grouped_gemm": 3, "decoding": 10, "chosen": 3,
+    "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "running_sum": 2, "grouped_gemm": 3, "decoding": 10, "chosen": 3,
     "model": 1.5, "resume": 0.15, "log_linear_attention": 3, "training": 3, "bits": 6,
 }  # fmt: skip
 """How often an operation is drawn."""
@@ -149,6 +149,10 @@ def _conv(rng: Random, case: Case) -> Case:
     return _same_bits(rng, case.but(how=how))
 
 
+def _running(rng: Random, case: Case) -> Case:
+    return _same_bits(rng, case.but(how=_states(rng) | {"final": None}))
+
+
 def _bidirectional(rng: Random, case: Case) -> Case:
     return case.but(how=_states(rng) | {"normalize": rng.random() < 0.4 or None, "scale": rng.choice(SCALES)})
 
@@ -247,6 +251,7 @@ def _bits(rng: Random, case: Case) -> Case:
 _MORE: dict[str, Callable[[Random, Case], Case]] = {
     "attention": _attention, "forgetting_attention": _forgetting, "mla": _mla, "sparse_attention": _sparse,
     "short_conv": _conv, "token_shift": _conv, "bidirectional": _bidirectional, "scan": _scan, "moves": _moves,
+    "running_sum": _running,
     "loss": _loss, "grouped_gemm": _grouped, "decoding": _decoding, "chosen": _chosen, "model": _model,
     "resume": _resume, "log_linear_attention": _log_linear, "training": _training, "bits": _bits,
 }  # fmt: skip

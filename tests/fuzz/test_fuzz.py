@@ -41,6 +41,8 @@ FOUND = (
     '{"op":"mamba3_mimo","P":2,"K":6,"V":3,"dtype":"fp32","seed":9,"how":{"initial":true,"autocast":true}}',
     '{"op":"mesa_net","T":3,"dtype":"fp32","seed":1,"how":{"gates":"fp64"}}',
     '{"op":"short_conv","P":2,"T":22,"V":5,"seed":229768033,"how":{"final":true,"W":4,"inference":true}}',
+    '{"op":"mlstm","T":2,"dtype":"fp32","seed":834782607,"how":{"initial":true,"final":true,"states":"bf16"}}',
+    '{"op":"mlstm","P":2,"T":6,"K":4,"V":5,"dtype":"bf16","seed":1039577117,"how":{"final":true,"gates":"fp64"}}',
 )
 """What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ,
 segments of a balanced layout that were taken for those of another, gates and states of another dtype, autocast, what
