@@ -79,7 +79,7 @@ class Case:
         return "bf16" if cast else self.dtype
 
     def dtype_of(self, name: str, usual: torch.dtype) -> torch.dtype:
-        """Of "gates" or "states": what the case says of them, or the usual one."""
+        """Of "gates" (and sinks, and filters) or "states": what the case says of them, or the usual one."""
         return DTYPES[self.how[name]] if name in self.how else usual
 
     def wants(self, name: str) -> bool:

@@ -15,8 +15,8 @@ RUNS = ("contiguous", "zigzag", "balanced")
 ANY = (*RUNS, "striped")
 WEIGHTS = {r.name: 3.0 for r in RECURRENCES} | {
     "attention": 14, "forgetting_attention": 4, "mla": 6, "sparse_attention": 5, "short_conv": 5, "token_shift": 3,
-    "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "running_sum": 2, "grouped_gemm": 3, "decoding": 10, "chosen": 3,
-    "model": 1.5, "resume": 0.15, "log_linear_attention": 3, "training": 3, "bits": 6,
+    "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "running_sum": 2, "grouped_gemm": 3, "decoding": 10,
+    "chosen": 3, "model": 1.5, "resume": 0.15, "log_linear_attention": 3, "training": 3, "bits": 6,
 }  # fmt: skip
 """How often an operation is drawn."""
 MAMBA3 = 6
@@ -108,6 +108,7 @@ def _attention(rng: Random, case: Case) -> Case:
     }  # fmt: skip
     if case.cu is None and rng.random() < 0.25:
         how["keys"] = [rng.randint(1, 60), rng.choice(ANY)]
+    how["gates"] = rng.choice(NARROW) if how["sinks"] else None
     case = _same_bits(rng, case.but(kind=rng.choice(ANY), how=how))
     return case.but(kind=rng.choice(RUNS), how=PLAIN) if case.deterministic else case
 
@@ -145,7 +146,8 @@ def _forgetting(rng: Random, case: Case) -> Case:
 
 def _conv(rng: Random, case: Case) -> Case:
     how = _states(rng) | {"W": rng.randint(1, 5), "bias": rng.random() < 0.5 or None,
-                          "silu": rng.random() < 0.5 or None, "heads": rng.random() < 0.3 or None}  # fmt: skip
+                          "silu": rng.random() < 0.5 or None, "heads": rng.random() < 0.3 or None,
+                          "gates": rng.choice(NARROW)}  # fmt: skip
     return _same_bits(rng, case.but(how=how))
 
 
@@ -221,7 +223,7 @@ def _training(rng: Random, case: Case) -> Case:
 
     layers = [rng.choice(sorted(set(LAYERS) - {"ttt"})) for _ in range(2)]
     how = {"layers": layers, "mlp": rng.choice(("swiglu", "swiglu", "moe")), "keep": rng.random() < 0.5 or None,
-           "recompute": rng.choice((None, "block", "mlp"))}  # fmt: skip
+           "recompute": rng.choice((None, "block", "mlp")), "inference": rng.random() < 0.3 or None}  # fmt: skip
     T = max(2, min(case.T, 40))
     cu = None if case.cu is None else (*(min(c, T) for c in case.cu[:-1]), T)
     return case.but(T=T, cu=cu, dtype="fp64", how=how)

@@ -26,6 +26,7 @@ def _problem(case: Case, truth, ours, tokens: Tensors, shared: Tensors, keys: tu
     return Problem(
         lambda x: _shown(truth(x), where), lambda x, here: _shown(ours(x, here), where), where, tokens, shared,
         layouts={"keys": tuple(case.how["keys"])} if other else {}, of=dict.fromkeys(keys, "keys") if other else {},
+        dtypes={"sinks": case.dtype_of("gates", case.torch_dtype)} if "sinks" in shared else {},
         results={"lse": state_dtype(case)},
     )  # fmt: skip
 
