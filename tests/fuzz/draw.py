@@ -9,7 +9,7 @@ from ring_la.recurrences import RECURRENCES
 from ring_la.scan import STRATEGIES
 
 from .case import Case
-from .strides import WAYS
+from .strides import EXPANDED, WAYS
 
 RUNS = ("contiguous", "zigzag", "balanced")
 ANY = (*RUNS, "striped")
@@ -48,7 +48,7 @@ def draw(rng: Random, small: bool = False) -> Case:
 
 def _around(rng: Random, case: Case) -> Case:
     """Where a call's tensors lie, which want gradients, and what is on while it runs."""
-    how = {"strides": rng.choice((*WAYS, "mixed", "mixed")) if rng.random() < 0.4 else None,
+    how = {"strides": rng.choice((*WAYS, *EXPANDED, "mixed", "mixed")) if rng.random() < 0.4 else None,
            "some": rng.random() < 0.15 or None, "inference": rng.random() < 0.12 or None,
            "autocast": (rng.random() < 0.25 and case.dtype == "fp32") or None}  # fmt: skip
     if case.kind == "balanced":

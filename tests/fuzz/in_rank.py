@@ -20,7 +20,7 @@ from .case import DTYPES, Case
 from .problem import Here, Problem, Tensors, make
 from .resuming import resume
 from .rounding import Rounded, rounded
-from .strides import lain
+from .strides import lain, level
 from .training import training
 
 FLOOR = {"fp32": 5e-5, "bf16": 2.0**-6}
@@ -123,7 +123,7 @@ def truth_of(case: Case) -> Truth:
             with Rounded(DTYPES[case.works_in]):
                 low_outputs, low_gradients = _run(case, problem, leaves)
             pairs = _of_both(case, problem, (low_outputs, low_gradients), (outputs, gradients))
-            budget = {n: error(got, want, case, _rms(want)) for n, (got, want) in pairs.items()}
+            budget = {n: error(*x, _coarsest(case, problem, n), _rms(x[1])) for n, x in pairs.items()}
         return Truth(outputs, gradients, budget)
     except Exception as error_:
         return Truth({}, {}, {}, f"{type(error_).__name__}: {error_}")
@@ -138,7 +138,8 @@ def _of_both(case: Case, problem: Problem, low: tuple, high: tuple) -> dict[str,
 
 def _quantised(case: Case, problem: Problem) -> Tensors:
     """All inputs in fp64, as numbers that their dtype holds."""
-    return {n: rounded(x, problem.dtypes.get(n, DTYPES[case.works_in])) for n, x in problem.inputs.items()}
+    wide = problem.dtypes
+    return {n: rounded(level(case, x), wide.get(n, DTYPES[case.works_in])) for n, x in problem.inputs.items()}
 
 
 def _run(case: Case, problem: Problem, leaves: Tensors) -> tuple[Tensors, Tensors]:
@@ -161,7 +162,7 @@ def cotangents(case: Case, problem: Problem, outputs: Tensors) -> Tensors:
     """What flows back into each output of the whole sequence, in numbers that its dtype holds."""
     rng = torch.Generator().manual_seed(case.seed + 1)
     drawn = {n: torch.randn(outputs[n].shape, generator=rng, dtype=torch.float64) for n in problem.where}
-    return {n: rounded(d, DTYPES[case.works_in]) for n, d in drawn.items()}
+    return {n: rounded(level(case, d), DTYPES[case.works_in]) for n, d in drawn.items()}
 
 
 # -- the split call ----------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def _judged(case: Case, problem: Problem, here: Here, outputs: Tensors, gradient
             got = here.cp.comm.all_reduce(got.detach()).wait()
         if n in outputs and got.dtype != (dtype := problem.results.get(n, DTYPES[case.works_in])):
             wrong.append(f"{n} is {got.dtype}, not {dtype}")
-        off = error(got, part, case, _rms(whole))
+        off = error(got, part, _coarsest(case, problem, n), _rms(whole))
         bound = 1e-300 if n in problem.exact else _bound(case, problem, truth, n)
         worst = max(worst, off / bound)
         if not off <= bound:
@@ -242,12 +243,17 @@ def _judged(case: Case, problem: Problem, here: Here, outputs: Tensors, gradient
 
 
 def _bound(case: Case, problem: Problem, truth: Truth, name: str) -> float:
-    own = problem.results.get(name) if name in problem.where else problem.dtypes.get(name[1:])
-    coarse = [d for d in FLOOR if d == case.works_in or DTYPES[d] == own]  # bf16 last
-    if not coarse:
+    coarse = _coarsest(case, problem, name)
+    if coarse == "fp64":
         return problem.bound
-    floor = HARD if coarse[-1] == "fp32" and case.how.get("hard") else FLOOR[coarse[-1]]
+    floor = HARD if coarse == "fp32" and case.how.get("hard") else FLOOR[coarse]
     return floor + TIMES * truth.budget.get(name, 0.0)
+
+
+def _coarsest(case: Case, problem: Problem, name: str) -> str:
+    """Of the dtypes that a result is computed and comes in."""
+    own = problem.results.get(name) if name in problem.where else problem.dtypes.get(name[1:])
+    return [d for d in DTYPES if d == case.works_in or DTYPES[d] == own][-1]
 
 
 def _wanted(problem: Problem, here: Here, name: str, truth: Truth) -> tuple[Tensor, Tensor]:
@@ -264,8 +270,8 @@ def _rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-def error(got: Tensor, want: Tensor, case: Case, rms: float) -> float:
-    """‖got − want‖ / ‖want‖; a part counts as at least a tenth of an average one, and an element as LEAST."""
+def error(got: Tensor, want: Tensor, coarsest: str, rms: float) -> float:
+    """‖got − want‖ / ‖want‖; a part counts as at least a tenth of an average one, and an element as LEAST of a dtype."""
     if got.shape != want.shape:
         return math.inf
     got, want = got.detach().double(), want.double()
@@ -273,5 +279,5 @@ def error(got: Tensor, want: Tensor, case: Case, rms: float) -> float:
         return 0.0
     if not bool(torch.isfinite(got).all()):
         return math.inf
-    size = max(float(want.norm()), max(0.1 * rms, LEAST[case.works_in]) * math.sqrt(want.numel()))
+    size = max(float(want.norm()), max(0.1 * rms, LEAST[coarsest]) * math.sqrt(want.numel()))
     return float((got - want).norm()) / size

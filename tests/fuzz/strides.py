@@ -12,6 +12,14 @@ from .case import Case
 
 WAYS = ("apart", "part", "turned", "heads", "rows")
 """Channels two apart; rows inside of wider ones; the last two dimensions, heads and tokens, rows and tokens turned."""
+EXPANDED = {"of one head": 2, "of one token": 1}
+"""One of a dimension in the place of all, by `expand`."""
+
+
+def level(case: Case, x: Tensor) -> Tensor:
+    """The numbers of `x`; where the case's tensors are expanded, those of the first in the place of all."""
+    dim = EXPANDED.get(case.how.get("strides", ""), x.dim())
+    return x.narrow(dim, 0, 1).expand_as(x) if x.dim() > 2 and dim < x.dim() and x.shape[dim] else x
 
 
 def lain(case: Case, name: str, x: Tensor) -> Tensor:
@@ -19,6 +27,8 @@ def lain(case: Case, name: str, x: Tensor) -> Tensor:
     way = case.how.get("strides")
     if way == "mixed":
         way = Random(f"{case.seed}/{name}").choice((None, *WAYS))
+    if way in EXPANDED:
+        return level(case, x.detach().clone())
     return x.detach().clone() if way is None else _lain(x.detach(), way)
 
 

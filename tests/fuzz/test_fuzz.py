@@ -43,6 +43,7 @@ FOUND = (
     '{"op":"short_conv","P":2,"T":22,"V":5,"seed":229768033,"how":{"final":true,"W":4,"inference":true}}',
     '{"op":"mlstm","T":2,"dtype":"fp32","seed":834782607,"how":{"initial":true,"final":true,"states":"bf16"}}',
     '{"op":"mlstm","P":2,"T":6,"K":4,"V":5,"dtype":"bf16","seed":1039577117,"how":{"final":true,"gates":"fp64"}}',
+    '{"op":"training","P":4,"T":17,"seed":389706351,"how":{"layers":["gsa","hgrn2"],"mlp":"swiglu","recompute":"block"}}',
 )
 """What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ,
 segments of a balanced layout that were taken for those of another, gates and states of another dtype, autocast, what
