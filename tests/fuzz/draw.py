@@ -25,7 +25,7 @@ RESUMING = ("context", "data2", "fsdp2", "fsdp")
 LONG = ("model", "resume", "training", "bits")
 """They take longer than others."""
 SCALES = (None, None, None, 0.3, 1.0, -0.4, 0.0)
-NARROW = (None, None, None, None, "fp64", "fp32", "bf16")
+OTHERS = (None, None, None, None, "fp64", "fp32", "bf16")
 """Dtypes of single inputs; None: as they come."""
 
 
@@ -73,7 +73,7 @@ def _tokens(rng: Random, small: bool) -> tuple[int, tuple[int, ...] | None, int]
 
 def _states(rng: Random) -> dict:
     initial = rng.random() < 0.5 or None
-    return {"initial": initial, "final": rng.random() < 0.5 or None, "states": rng.choice(NARROW) if initial else None}
+    return {"initial": initial, "final": rng.random() < 0.5 or None, "states": rng.choice(OTHERS) if initial else None}
 
 
 def _same_bits(rng: Random, case: Case) -> Case:
@@ -83,7 +83,7 @@ def _same_bits(rng: Random, case: Case) -> Case:
 
 def _recurrence(rng: Random, case: Case) -> Case:
     how = _states(rng) | {
-        "hard": rng.random() < 0.3 or None, "scale": rng.choice(SCALES), "gates": rng.choice(NARROW),
+        "hard": rng.random() < 0.3 or None, "scale": rng.choice(SCALES), "gates": rng.choice(OTHERS),
         "l2norm": rng.random() < 0.3 or None, "mode": rng.choice((None, None, "chunk", "recurrent")),
         "own": rng.random() < 0.5 or None,
     }  # fmt: skip
@@ -108,7 +108,7 @@ def _attention(rng: Random, case: Case) -> Case:
     }  # fmt: skip
     if case.cu is None and rng.random() < 0.25:
         how["keys"] = [rng.randint(1, 60), rng.choice(ANY)]
-    how["gates"] = rng.choice(NARROW) if how["sinks"] else None
+    how["gates"] = rng.choice(OTHERS) if how["sinks"] else None
     case = _same_bits(rng, case.but(kind=rng.choice(ANY), how=how))
     return case.but(kind=rng.choice(RUNS), how=PLAIN) if case.deterministic else case
 
@@ -140,14 +140,14 @@ def _choice(rng: Random, case: Case, heads: str) -> dict:
 
 def _forgetting(rng: Random, case: Case) -> Case:
     how = {"scale": rng.choice(SCALES), "left": rng.choice((None, 0, 4, 20)), "hard": rng.random() < 0.2 or None,
-           "gates": rng.choice(NARROW), "dlse": rng.random() < 0.3 or None}  # fmt: skip
+           "gates": rng.choice(OTHERS), "dlse": rng.random() < 0.3 or None}  # fmt: skip
     return _same_bits(rng, case.but(how=how))
 
 
 def _conv(rng: Random, case: Case) -> Case:
     how = _states(rng) | {"W": rng.randint(1, 5), "bias": rng.random() < 0.5 or None,
                           "silu": rng.random() < 0.5 or None, "heads": rng.random() < 0.3 or None,
-                          "gates": rng.choice(NARROW)}  # fmt: skip
+                          "gates": rng.choice(OTHERS)}  # fmt: skip
     return _same_bits(rng, case.but(how=how))
 
 
@@ -214,7 +214,7 @@ def _resume(rng: Random, case: Case) -> Case:
 
 def _log_linear(rng: Random, case: Case) -> Case:
     how = {"hard": rng.random() < 0.2 or None, "scale": rng.choice(SCALES), "levels": rng.choice((0, 0, 1, 3)),
-           "gates": rng.choice(NARROW)}  # fmt: skip
+           "gates": rng.choice(OTHERS)}  # fmt: skip
     return case.but(kind=rng.choice(RUNS), how=how | _states(rng))
 
 

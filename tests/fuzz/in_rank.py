@@ -271,7 +271,7 @@ def _rms(x: Tensor) -> float:
 
 
 def error(got: Tensor, want: Tensor, coarsest: str, rms: float) -> float:
-    """‖got − want‖ / ‖want‖; a part counts as at least a tenth of an average one, and an element as LEAST of a dtype."""
+    """‖got − want‖ / ‖want‖; a part counts as at least a tenth of an average one, an element as LEAST of a dtype."""
     if got.shape != want.shape:
         return math.inf
     got, want = got.detach().double(), want.double()
