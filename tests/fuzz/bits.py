@@ -13,7 +13,7 @@ import ring_la
 
 from .case import Case
 from .problem import Here, Problem, Tensors, make
-from .strides import lain
+from .strides import lain, level
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def run(case: Case, cp: ring_la.ContextParallel, kind: str, order: Sequence[int]
     places = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in order])
     ends = torch.tensor([0] + [cu[i + 1] - cu[i] for i in order]).cumsum(0).tolist()
     layout = cp.layout(case.T, kind, None if case.cu is None else ends)
-    given = {n: x.to(problem.dtypes.get(n, dtype)) for n, x in problem.inputs.items()}
+    given = {n: level(case, x).to(problem.dtypes.get(n, dtype)) for n, x in problem.inputs.items()}
     leaves = {n: _own(case, x, n, problem, layout, places) for n, x in given.items()}
     outputs = problem.ours(leaves, Here(cp, layout, {}))
     rng, loss, back = torch.Generator().manual_seed(case.seed + 1), torch.zeros(()), torch.argsort(places)
