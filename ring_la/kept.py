@@ -1,11 +1,35 @@
-"""What is made once for something, and lives as long as that does."""
+"""What is made once for something, and lives as long as that does. Its tensors are plain ones: where inference mode
+asks first, training may read them later."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import torch
+
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+def plain(make: Callable[P, T]) -> Callable[P, T]:
+    """`make` outside of inference mode, whose tensors autograd does not save."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **keywords: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return make(*args, **keywords)
+        with torch.inference_mode(False), torch.no_grad():
+            return make(*args, **keywords)
+
+    return made
+
+
+def once(make: Callable[[S], T]) -> functools.cached_property[T]:
+    """A cached property of plain tensors."""
+    return functools.cached_property(plain(make))
 
 
 class MadeOnce:
@@ -18,5 +42,5 @@ class MadeOnce:
         """What `make` gives, a `kind` or what a function `kind` returns: made once for these."""
         name = (kind, *of)
         if name not in self._made:
-            self._made[name] = make()
+            self._made[name] = plain(make)()
         return self._made[name]

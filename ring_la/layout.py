@@ -27,6 +27,7 @@ from torch import Tensor
 from .balanced import balanced
 from .choices import LayoutKind
 from .errors import ArgumentError, UnsupportedError
+from .kept import once
 
 KINDS = ("contiguous", "zigzag", "balanced", "striped")
 WHOLE = "This is the whole sequence: layout.shard(x) first"
@@ -251,7 +252,7 @@ class Layout:
             raise ArgumentError(name, "this rank's tokens with a layout", f"all {tokens}", WHOLE)  # alike on all ranks
         raise ArgumentError("layout", f"one with {tokens} tokens on this rank, the T of {name}", self.local_length)
 
-    @cached_property
+    @once
     def order(self) -> Tensor:
         """Global token indices of rank 0's tokens, then rank 1's, …: int64 ``[seq_len]``."""
         return torch.cat([self.tokens(r) for r in range(self.world_size)])

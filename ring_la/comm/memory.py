@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kept import plain
 from .members import Members
 from .sharing import UNIT, allocate
 from .watch import PeerWatch
@@ -150,7 +151,7 @@ class GroupMemory:
             if memory is not None:
                 torch.cuda.synchronize(self._members.device)  # nobody copies from the old one any more
             self.current = None
-            memory = self.current = Memory.open(self._members, max(1 << 20, size))
+            memory = self.current = plain(Memory.open)(self._members, max(1 << 20, size))
         if self._capturing() and memory not in self._in_graphs:
             self._in_graphs.append(memory)  # replays reach it by its address
         return memory
@@ -198,6 +199,7 @@ class TakenInTurns:
         return memory
 
 
+@plain
 def cut(memory: Tensor, first: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
     """Tensors one after the other in bytes of memory from `first` on."""
     out = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ..autograd import outside_graphs
 from ..choices import LayoutKind
 from ..comm import Entry, Route, refusal
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
-from ..kept import MadeOnce
+from ..kept import MadeOnce, once
 from ..layout import Layout
 from . import moves
 from .arguments import check_dense, check_dim, check_length, describe
@@ -62,7 +61,7 @@ class AgreedLayout(OfThisProcess, Layout):
         """Document of each local token, int64 ``[T_local]``."""
         return self._index("documents", lambda: self.documents_of(self.tokens()))
 
-    @cached_property
+    @once
     def cu_pieces(self) -> Tensor:
         """Local offsets ``[pieces+1]`` of this rank's pieces, int32 on its device."""
         return torch.tensor(self.piece_offsets, dtype=torch.int32, device=self.cp.device)

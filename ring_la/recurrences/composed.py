@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import refuse_transforms, transformed
+from ..autograd import full_precision, refuse_transforms, transformed
 from ..blockwise import by_block, fixed
 from ..checks import check_flag, check_nan, check_scale, check_split
 from ..context import ShardedLayout
@@ -61,13 +61,23 @@ def run_composed(
     sizes = checked.sizes
     if not checked.plain:
         given |= {n: _ready(x, definition.arguments[n], sizes, options) for n, x in tensors.items()}
+    wide, wanted = state_dtype_of(tensors), options.output_final_state or options.in_place
+    before = _as_states(options.initial_state, wide)
     ready = options._replace(scale=definition.scale(options, sizes.get("K", 1)), use_qk_l2norm=False, in_place=False)
+    with full_precision(*tensors.values()):
+        o, final = call.func(**given, options=ready._replace(initial_state=before, output_final_state=wanted))
     if not options.in_place:
-        return call.func(**given, options=ready)
-    o, final = call.func(**given, options=ready._replace(output_final_state=True))
+        return LinearAttentionOutput(o, _as_states(final, wide))
     for part, new in zip(parts_of(options.initial_state), parts_of(final)):
         part.copy_(new)
     return LinearAttentionOutput(o, options.initial_state)
+
+
+def _as_states(state: Any, wide: torch.dtype) -> Any:
+    """A state in the dtype of states."""
+    if isinstance(state, tuple):
+        return tuple([part.to(wide) for part in state])
+    return None if state is None else state.to(wide)
 
 
 def _kind(definition: Definition, options: CommonOptions, tensors: Mapping[str, Tensor]) -> Hashable | None:

@@ -45,5 +45,6 @@ def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
     for name, x in (("q", q), ("g", g)):
         if not is_floats(x):
             raise ArgumentError(name, "a dense tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
-    k = -torch.expm1(g.to(torch.promote_types(g.dtype, torch.float32))).to(q.dtype)
+    wide = torch.promote_types(torch.promote_types(g.dtype, q.dtype), torch.float32)
+    k = -torch.expm1(g.to(wide)).to(q.dtype)
     return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g), names={"k": "g"})

@@ -167,6 +167,7 @@ class Trapezoid(NamedTuple):
 
 def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutput:
     x, dt, g, B, C, lam, theta, D, up = tokens
+    dt, lam = (t.to(torch.promote_types(t.dtype, x.dtype)) for t in (dt, lam))
     layout, n = options.layout, B.shape[2]
     start: Any = options.initial_state
     phi = running_sum(theta, layout, options.cu_seqlens, None if start is None else start[3])
@@ -268,7 +269,8 @@ def _own(C: Tensor, B: Tensor, inputs: Tensor, now: Tensor, after: Tensor, scale
     pairs = (C[:, :, :, None] * B[:, :, None]).sum(-1)  # [B, T, n, n, H]
     seen = torch.ones(n, n, dtype=torch.bool, device=C.device).tril()[..., None]
     weight = torch.where(seen, -after[:, :, None, None], now[:, :, None, None])
-    return scale * torch.einsum("btrsh,btshv->btrhv", weight * pairs, inputs.to(weight.dtype))
+    weight = weight * pairs
+    return scale * torch.einsum("btrsh,btshv->btrhv", weight, inputs.to(weight.dtype))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

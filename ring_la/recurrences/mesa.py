@@ -113,7 +113,7 @@ def _solver(
         cu = [0, k.shape[1]] if options.cu_seqlens is None else options.cu_seqlens.tolist()
         system = System(aligned(k), aligned(g), aligned(beta), aligned(lam), None if G is None else aligned(G.float()))
         return lambda right, scale: solved(aligned(right.to(k.dtype)), system, cu, steps, scale)
-    keys, rate = k.to(state_dtype_of({"k": k, "lam": lam})), beta[..., None]
+    keys, rate = k.to(state_dtype_of({"k": k, "lam": lam, "beta": beta})), beta[..., None]
     written, turned = rate * keys, None if G is None else G.mT
 
     def times(p: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..blockwise import by_block
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
-from .arguments import DECAY, KEY, QUERY, VALUE, Argument
+from .arguments import DECAY, KEY, QUERY, VALUE, Argument, state_dtype_of
 from .definition import CommonOptions
 from .recurrence import recurrence
 from .retention import simple_gla
@@ -65,7 +65,7 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, options: Com
 
 def _written(i: Tensor, f: Tensor, v: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """What tokens write, v and the one of n beside it, and their log-decays, both in the stabiliser's gauge."""
-    wide = torch.promote_types(i.dtype, torch.float32)
+    wide = state_dtype_of({"i": i, "f": f, "v": v})
     size = (i.to(wide) - after.to(wide)).exp()[..., None]
     f = f.to(wide)
     g = f + torch.minimum((before - after).to(wide), -f.detach())  # never above zero by a rounding

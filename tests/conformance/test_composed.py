@@ -36,6 +36,17 @@ def test_one_device_is_the_reference(name):
     check_recurrence(getattr(ring_la, name), documents=("small", "small packed"))
 
 
+@pytest.mark.parametrize("name", COMPOSED)
+def test_autocast_changes_nothing(name):
+    inputs = make_inputs(name, 1, 26, dtype=torch.float32)
+    leaves, results = [x for x in inputs.values() if isinstance(x, torch.Tensor)], []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = getattr(ring_la, name)(**inputs, output_final_state=True)
+        results.append([out.o, *torch.autograd.grad(out.o.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 def split(rank: int, name: str, cases: list[tuple[Truth, str, str]]) -> list[dict[str, float]]:
     return [
         errors(getattr(ring_la, name), true, ring_la.ContextParallel(group(), scan=scan), kind)

@@ -7,6 +7,7 @@ draw        cases by a seed
 shrink      smaller cases that still fail
 problem     what a case asks: tensors, how they are split, the split call and the truth
 recurrences, softmax, local, moves, decoding, resuming, training, bits     the problems of each kind of operation
+strides     how tensors lie in memory
 rounding    a budget for low precision: the fp64 loop again, every step of it rounded
 in_rank     what a rank does with cases: the truth of its share, every split call, what is off
 judge       cases given to the pool of ranks; what they answer

@@ -54,6 +54,7 @@ def _run(options: argparse.Namespace, jury: Jury) -> int:
                 verdict = jury.one(small)
             record.failures.append({"case": str(small), "words": verdict.words.split("Traceback")[0].strip()})
             print(f"{small.line}\n    {verdict.words[:3000]}", flush=True)
+            record.write(jury)
             if len(record.failures) >= options.stop:
                 break
         if record.count % 240 == 0:

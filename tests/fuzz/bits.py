@@ -13,6 +13,7 @@ import ring_la
 
 from .case import Case
 from .problem import Here, Problem, Tensors, make
+from .strides import lain, level
 
 
 @functools.cache
@@ -40,9 +41,8 @@ def run(case: Case, cp: ring_la.ContextParallel, kind: str, order: Sequence[int]
     places = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in order])
     ends = torch.tensor([0] + [cu[i + 1] - cu[i] for i in order]).cumsum(0).tolist()
     layout = cp.layout(case.T, kind, None if case.cu is None else ends)
-    leaves = {
-        n: _own(x.to(problem.dtypes.get(n, dtype)), n, problem, layout, places) for n, x in problem.inputs.items()
-    }
+    given = {n: level(case, x).to(problem.dtypes.get(n, dtype)) for n, x in problem.inputs.items()}
+    leaves = {n: _own(case, x, n, problem, layout, places) for n, x in given.items()}
     outputs = problem.ours(leaves, Here(cp, layout, {}))
     rng, loss, back = torch.Generator().manual_seed(case.seed + 1), torch.zeros(()), torch.argsort(places)
     found: Tensors = {}
@@ -64,6 +64,6 @@ def run(case: Case, cp: ring_la.ContextParallel, kind: str, order: Sequence[int]
     return found
 
 
-def _own(x: Tensor, name: str, problem: Problem, layout: ring_la.ShardedLayout, places: Tensor) -> Tensor:
+def _own(case: Case, x: Tensor, name: str, problem: Problem, layout: ring_la.ShardedLayout, places: Tensor) -> Tensor:
     x = layout.shard(x.index_select(1, places)) if name in problem.tokens else x
-    return x.clone().requires_grad_()
+    return lain(case, name, x).requires_grad_()

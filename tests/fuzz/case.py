@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
+from random import Random
 from typing import Any
 
 import torch
 
 SOFTMAX = ("attention", "mla", "sparse_attention", "forgetting_attention", "chosen")
+CAST = ("attention", "mla", "sparse_attention", "forgetting_attention", "grouped_gemm", "loss")
+"""Operations that autocast computes in its dtype; others are what they are without it."""
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -68,6 +71,20 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def works_in(self) -> str:
+        """The dtype that it is computed in, out of DTYPES: under autocast bf16."""
+        cast = self.how.get("autocast") and self.op in CAST and self.dtype == "fp32"
+        return "bf16" if cast else self.dtype
+
+    def dtype_of(self, name: str, usual: torch.dtype) -> torch.dtype:
+        """Of "gates" (and sinks, and filters) or "states": what the case says of them, or the usual one."""
+        return DTYPES[self.how[name]] if name in self.how else usual
+
+    def wants(self, name: str) -> bool:
+        """Whether an input wants a gradient; where "some" do, that follows from the seed."""
+        return not self.how.get("some") or Random(f"{self.seed}/{name} wants").random() < 0.5
 
     def but(self, **changes: Any) -> Case:
         """The same with these changes; `how` is updated, and None takes a key out of it."""

@@ -15,6 +15,7 @@ from ring_la.recurrences import RECURRENCES
 from . import local, recurrences
 from .case import Case
 from .problem import Here, Numbers, Problem, Tensors, state_dtype
+from .strides import lain
 
 SHARED = {r.name: r.shared for r in RECURRENCES} | {"short_conv": ("weight", "bias"), "token_shift": ()}
 
@@ -49,6 +50,7 @@ def recurrent(case: Case) -> Problem:
             layout = None if way in ("whole", "steps") else here.cp.layout(b - a, way)
             if layout is not None:
                 own = {n: t if n in shared else layout.shard(t) for n, t in own.items()}
+            own = {n: lain(case, n, t) for n, t in own.items()}
             over = {"in_place": True} if how.get("in_place") and way == "steps" and state is not None else {}
             out = getattr(ring_la, op)(
                 **own, **flags, initial_state=state, output_final_state=True, layout=layout, **over

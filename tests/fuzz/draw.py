@@ -9,13 +9,14 @@ from ring_la.recurrences import RECURRENCES
 from ring_la.scan import STRATEGIES
 
 from .case import Case
+from .strides import EXPANDED, WAYS
 
 RUNS = ("contiguous", "zigzag", "balanced")
 ANY = (*RUNS, "striped")
 WEIGHTS = {r.name: 3.0 for r in RECURRENCES} | {
     "attention": 14, "forgetting_attention": 4, "mla": 6, "sparse_attention": 5, "short_conv": 5, "token_shift": 3,
-    "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "grouped_gemm": 3, "decoding": 10, "chosen": 3,
-    "model": 1.5, "resume": 0.15, "log_linear_attention": 3, "training": 3, "bits": 6,
+    "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "running_sum": 2, "grouped_gemm": 3, "decoding": 10,
+    "chosen": 3, "model": 1.5, "resume": 0.15, "log_linear_attention": 3, "training": 3, "bits": 6,
 }  # fmt: skip
 """How often an operation is drawn."""
 MAMBA3 = 6
@@ -23,6 +24,9 @@ MAMBA3 = 6
 RESUMING = ("context", "data2", "fsdp2", "fsdp")
 LONG = ("model", "resume", "training", "bits")
 """They take longer than others."""
+SCALES = (None, None, None, 0.3, 1.0, -0.4, 0.0)
+OTHERS = (None, None, None, None, "fp64", "fp32", "bf16")
+"""Dtypes of single inputs; None: as they come."""
 
 
 def draw(rng: Random, small: bool = False) -> Case:
@@ -39,7 +43,21 @@ def draw(rng: Random, small: bool = False) -> Case:
         multiple_of=rng.choice((None, None, None, 2, 5)), seed=rng.randrange(1 << 30),
         validate=rng.choices(("first", "always", "never"), (8, 1, 1))[0],
     )  # fmt: skip
-    return _MORE.get(op, _recurrence)(rng, case)
+    return _around(rng, _MORE.get(op, _recurrence)(rng, case))
+
+
+def _around(rng: Random, case: Case) -> Case:
+    """Where a call's tensors lie, which want gradients, and what is on while it runs."""
+    how = {"strides": rng.choice((*WAYS, *EXPANDED, "mixed", "mixed")) if rng.random() < 0.4 else None,
+           "some": rng.random() < 0.15 or None, "inference": rng.random() < 0.12 or None,
+           "autocast": (rng.random() < 0.25 and case.dtype == "fp32") or None}  # fmt: skip
+    if case.kind == "balanced":
+        how["seen"] = rng.choice((None, None, 0, 3, 20))
+    if case.op in ("model", "training", "resume"):  # they make their own tensors and layouts
+        return case
+    if case.op in ("bits", "decoding"):
+        how = {"strides": how["strides"]}
+    return case.but(how=how)
 
 
 def _tokens(rng: Random, small: bool) -> tuple[int, tuple[int, ...] | None, int]:
@@ -54,22 +72,28 @@ def _tokens(rng: Random, small: bool) -> tuple[int, tuple[int, ...] | None, int]
 
 
 def _states(rng: Random) -> dict:
-    return {"initial": rng.random() < 0.5 or None, "final": rng.random() < 0.5 or None}
+    initial = rng.random() < 0.5 or None
+    return {"initial": initial, "final": rng.random() < 0.5 or None, "states": rng.choice(OTHERS) if initial else None}
+
+
+def _same_bits(rng: Random, case: Case) -> Case:
+    """Some in deterministic mode, whose borders are its own."""
+    return case.but(deterministic=True, multiple_of=None, scan="ring") if rng.random() < 0.1 else case
 
 
 def _recurrence(rng: Random, case: Case) -> Case:
     how = _states(rng) | {
-        "hard": rng.random() < 0.3 or None, "scale": rng.choice((None, None, 1.0, 0.3)),
+        "hard": rng.random() < 0.3 or None, "scale": rng.choice(SCALES), "gates": rng.choice(OTHERS),
         "l2norm": rng.random() < 0.3 or None, "mode": rng.choice((None, None, "chunk", "recurrent")),
         "own": rng.random() < 0.5 or None,
     }  # fmt: skip
-    deterministic = rng.random() < 0.1
     K = MAMBA3 if case.op in ("mamba3", "mamba3_mimo") else case.K
     if case.op == "ttt_linear":  # a norm of two numbers is their order, and its gradients are rounding
         K = max(K, 6)
-    if not deterministic:
-        return case.but(how=how, K=K)
-    return case.but(how=how | {"mode": None}, K=K, deterministic=True, multiple_of=None, scan="ring")
+    if K == 1 and case.dtype != "fp64":  # unit vectors of one channel have no gradient, and what is left is rounding
+        how["l2norm"] = None
+    case = _same_bits(rng, case.but(how=how, K=K))
+    return case.but(how={"mode": None}) if case.deterministic else case
 
 
 def _attention(rng: Random, case: Case) -> Case:
@@ -79,25 +103,32 @@ def _attention(rng: Random, case: Case) -> Case:
         "causal": causal, "window": [rng.choice((-1, -1, 0, 3, 20)), rng.choice((-1, -1, 0, 2, 9))],
         "softcap": rng.choice((None, None, 2.0)), "sinks": rng.random() < 0.3 or None,
         "alibi": rng.choice((None, None, None, "heads", "rows")), "joint": joint,
-        "scale": rng.choice((None, None, 0.3)), "dlse": rng.random() < 0.3 or None,
+        "scale": rng.choice(SCALES), "dlse": rng.random() < 0.3 or None,
         "dropout": rng.choice((None, None, None, 0.3)),
     }  # fmt: skip
     if case.cu is None and rng.random() < 0.25:
         how["keys"] = [rng.randint(1, 60), rng.choice(ANY)]
-    return case.but(kind=rng.choice(ANY), how=how)
+    how["gates"] = rng.choice(OTHERS) if how["sinks"] else None
+    case = _same_bits(rng, case.but(kind=rng.choice(ANY), how=how))
+    return case.but(kind=rng.choice(RUNS), how=PLAIN) if case.deterministic else case
+
+
+PLAIN = {"keys": None, "joint": None, "dropout": None, "mode": None, "choices": None, "form": None, "alibi": None}
+"""What deterministic mode refuses, turned off."""
 
 
 def _mla(rng: Random, case: Case) -> Case:
     case = _attention(rng, case)
-    how = {"alibi": None, "joint": None, "dropout": None, "form": rng.choice((None, "expanded", "absorbed"))}
-    if rng.random() < 0.3:
+    form = None if case.deterministic else rng.choice((None, "expanded", "absorbed"))
+    how = {"alibi": None, "joint": None, "dropout": None, "form": form}
+    if rng.random() < 0.3 and not case.deterministic:
         how |= _choice(rng, case, "latent") | {"softcap": None, "form": None}
         case = case.but(attention=rng.choice(("auto", "ring", "all_gather")))
     return case.but(how=how | {"rotary": rng.choice((0, 2, 4)), "latent": rng.choice((3, 8))})
 
 
 def _sparse(rng: Random, case: Case) -> Case:
-    case = _attention(rng, case)
+    case = _attention(rng, case).but(deterministic=False)
     off = {n: None for n in ("alibi", "joint", "dropout", "softcap")}
     return case.but(how=off | _choice(rng, case, "heads"), attention=rng.choice(("auto", "ring", "all_gather")))
 
@@ -108,18 +139,24 @@ def _choice(rng: Random, case: Case, heads: str) -> dict:
 
 
 def _forgetting(rng: Random, case: Case) -> Case:
-    how = {"scale": rng.choice((None, 0.3)), "left": rng.choice((None, 0, 4, 20)), "hard": rng.random() < 0.2 or None}
-    return case.but(how=how | {"dlse": rng.random() < 0.3 or None})
+    how = {"scale": rng.choice(SCALES), "left": rng.choice((None, 0, 4, 20)), "hard": rng.random() < 0.2 or None,
+           "gates": rng.choice(OTHERS), "dlse": rng.random() < 0.3 or None}  # fmt: skip
+    return _same_bits(rng, case.but(how=how))
 
 
 def _conv(rng: Random, case: Case) -> Case:
     how = _states(rng) | {"W": rng.randint(1, 5), "bias": rng.random() < 0.5 or None,
-                          "silu": rng.random() < 0.5 or None, "heads": rng.random() < 0.3 or None}  # fmt: skip
-    return case.but(how=how)
+                          "silu": rng.random() < 0.5 or None, "heads": rng.random() < 0.3 or None,
+                          "gates": rng.choice(OTHERS)}  # fmt: skip
+    return _same_bits(rng, case.but(how=how))
+
+
+def _running(rng: Random, case: Case) -> Case:
+    return _same_bits(rng, case.but(how=_states(rng) | {"final": None}))
 
 
 def _bidirectional(rng: Random, case: Case) -> Case:
-    return case.but(how=_states(rng) | {"normalize": rng.random() < 0.4 or None, "scale": rng.choice((None, 0.5))})
+    return case.but(how=_states(rng) | {"normalize": rng.random() < 0.4 or None, "scale": rng.choice(SCALES)})
 
 
 def _scan(rng: Random, case: Case) -> Case:
@@ -176,8 +213,9 @@ def _resume(rng: Random, case: Case) -> Case:
 
 
 def _log_linear(rng: Random, case: Case) -> Case:
-    how = {"hard": rng.random() < 0.2 or None, "scale": rng.choice((None, 0.3)), "levels": rng.choice((0, 0, 1, 3))}
-    return case.but(kind=rng.choice(RUNS), how=how)
+    how = {"hard": rng.random() < 0.2 or None, "scale": rng.choice(SCALES), "levels": rng.choice((0, 0, 1, 3)),
+           "gates": rng.choice(OTHERS)}  # fmt: skip
+    return case.but(kind=rng.choice(RUNS), how=how | _states(rng))
 
 
 def _training(rng: Random, case: Case) -> Case:
@@ -185,7 +223,7 @@ def _training(rng: Random, case: Case) -> Case:
 
     layers = [rng.choice(sorted(set(LAYERS) - {"ttt"})) for _ in range(2)]
     how = {"layers": layers, "mlp": rng.choice(("swiglu", "swiglu", "moe")), "keep": rng.random() < 0.5 or None,
-           "recompute": rng.choice((None, "block", "mlp"))}  # fmt: skip
+           "recompute": rng.choice((None, "block", "mlp")), "inference": rng.random() < 0.3 or None}  # fmt: skip
     T = max(2, min(case.T, 40))
     cu = None if case.cu is None else (*(min(c, T) for c in case.cu[:-1]), T)
     return case.but(T=T, cu=cu, dtype="fp64", how=how)
@@ -206,9 +244,8 @@ def _bits(rng: Random, case: Case) -> Case:
     T = rng.randint(1, 260)
     cu = None if rng.random() < 0.3 else (0, *sorted(rng.randint(0, T) for _ in range(rng.randint(0, 4))), T)
     plain = _MORE.get(of, _recurrence)(rng, case.but(op=of, T=T, cu=cu, B=1 if cu else case.B, multiple_of=None))
-    off = {"keys": None, "joint": None, "dropout": None, "mode": None, "choices": None, "form": None, "alibi": None}
     documents = 1 if cu is None else len(cu) - 1
-    how = off | {"of": of, "order": rng.sample(range(documents), documents)}
+    how = PLAIN | {"of": of, "order": rng.sample(range(documents), documents)}
     changes = {"T": T, "cu": cu, "deterministic": True, "scan": "ring", "multiple_of": None, "validate": "first"}
     return plain.but(op="bits", kind=rng.choice(("contiguous", "zigzag")), **changes, how=how)
 
@@ -216,6 +253,7 @@ def _bits(rng: Random, case: Case) -> Case:
 _MORE: dict[str, Callable[[Random, Case], Case]] = {
     "attention": _attention, "forgetting_attention": _forgetting, "mla": _mla, "sparse_attention": _sparse,
     "short_conv": _conv, "token_shift": _conv, "bidirectional": _bidirectional, "scan": _scan, "moves": _moves,
+    "running_sum": _running,
     "loss": _loss, "grouped_gemm": _grouped, "decoding": _decoding, "chosen": _chosen, "model": _model,
     "resume": _resume, "log_linear_attention": _log_linear, "training": _training, "bits": _bits,
 }  # fmt: skip

@@ -16,10 +16,11 @@ import ring_la
 from tests.support.pool import group
 
 from .bits import bits
-from .case import Case
+from .case import DTYPES, Case
 from .problem import Here, Problem, Tensors, make
 from .resuming import resume
 from .rounding import Rounded, rounded
+from .strides import lain, level
 from .training import training
 
 FLOOR = {"fp32": 5e-5, "bf16": 2.0**-6}
@@ -118,11 +119,11 @@ def truth_of(case: Case) -> Truth:
         leaves = _quantised(case, problem)
         outputs, gradients = _run(case, problem, leaves)
         budget = {}
-        if case.dtype != "fp64":
-            with Rounded(case.torch_dtype):
+        if case.works_in != "fp64":
+            with Rounded(DTYPES[case.works_in]):
                 low_outputs, low_gradients = _run(case, problem, leaves)
             pairs = _of_both(case, problem, (low_outputs, low_gradients), (outputs, gradients))
-            budget = {n: error(got, want, case, _rms(want)) for n, (got, want) in pairs.items()}
+            budget = {n: error(*x, _coarsest(case, problem, n), _rms(x[1])) for n, x in pairs.items()}
         return Truth(outputs, gradients, budget)
     except Exception as error_:
         return Truth({}, {}, {}, f"{type(error_).__name__}: {error_}")
@@ -130,16 +131,15 @@ def truth_of(case: Case) -> Truth:
 
 def _of_both(case: Case, problem: Problem, low: tuple, high: tuple) -> dict[str, tuple[Tensor, Tensor]]:
     """The rounded loop's results in the dtypes they come in, beside the truth."""
-    given = problem.dtypes
-    out = {n: (rounded(x, problem.results.get(n, case.torch_dtype)), high[0][n]) for n, x in low[0].items()}
-    return out | {
-        f"d{n}": (rounded(x, given.get(n, case.torch_dtype)), high[1][n]) for n, x in low[1].items()
-    }  # fmt: skip
+    given, own = problem.dtypes, DTYPES[case.works_in]
+    out = {n: (rounded(x, problem.results.get(n, own)), high[0][n]) for n, x in low[0].items()}
+    return out | {f"d{n}": (rounded(x, given.get(n, own)), high[1][n]) for n, x in low[1].items()}
 
 
 def _quantised(case: Case, problem: Problem) -> Tensors:
     """All inputs in fp64, as numbers that their dtype holds."""
-    return {n: rounded(x, problem.dtypes.get(n, case.torch_dtype)) for n, x in problem.inputs.items()}
+    wide = problem.dtypes
+    return {n: rounded(level(case, x), wide.get(n, DTYPES[case.works_in])) for n, x in problem.inputs.items()}
 
 
 def _run(case: Case, problem: Problem, leaves: Tensors) -> tuple[Tensors, Tensors]:
@@ -159,10 +159,10 @@ def _detached(x: Tensors) -> Tensors:
 
 
 def cotangents(case: Case, problem: Problem, outputs: Tensors) -> Tensors:
-    """What flows back into each output of the whole sequence, in numbers that the case's dtype holds."""
+    """What flows back into each output of the whole sequence, in numbers that its dtype holds."""
     rng = torch.Generator().manual_seed(case.seed + 1)
     drawn = {n: torch.randn(outputs[n].shape, generator=rng, dtype=torch.float64) for n in problem.where}
-    return {n: rounded(d, case.torch_dtype) for n, d in drawn.items()}
+    return {n: rounded(level(case, d), DTYPES[case.works_in]) for n, d in drawn.items()}
 
 
 # -- the split call ----------------------------------------------------------------------------------------
@@ -172,41 +172,51 @@ def compare(case: Case, truth: Truth) -> Told:
     """Run a case's split call and hold this rank's tensors to the truth."""
     problem = make(case)
     cp = context(case)
-    layout = cp.layout(case.T, case.kind, case.cu, case.multiple_of)
+    layout = cp.layout(case.T, case.kind, case.cu, case.multiple_of, case.how.get("seen"))
     others = {n: cp.layout(T, kind, case.cu) for n, (T, kind) in problem.layouts.items()}
     here = Here(cp, layout, others)
-    local = _local(case, problem, here)
-    with torch.set_grad_enabled(problem.gradients):
-        outputs = problem.ours(local, here)
-    if truth.error:
-        return Told("wrong", f"the reference raises {truth.error}, the split call does not")
+    if case.how.get("inference"):  # before the call that is trained: what is kept of it is of use there
+        with torch.inference_mode():
+            outputs = _call(case, problem, here, _local(case, problem, here, gradients=False))
+        told = _judged(case, problem, here, outputs, {}, truth)
+        if told.kind != "right":
+            return told._replace(words=f"in inference mode: {told.words}")
+    local = _local(case, problem, here, problem.gradients)
+    outputs = _call(case, problem, here, local)
     gradients = _gradients(case, problem, here, local, outputs, truth) if problem.gradients else {}
     return _judged(case, problem, here, outputs, gradients, truth)
 
 
-def _local(case: Case, problem: Problem, here: Here) -> Tensors:
+def _call(case: Case, problem: Problem, here: Here, local: Tensors) -> Tensors:
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=bool(case.how.get("autocast")))
+    with torch.set_grad_enabled(problem.gradients and not torch.is_inference_mode_enabled()), cast:
+        return problem.ours(local, here)
+
+
+def _local(case: Case, problem: Problem, here: Here, gradients: bool) -> Tensors:
     """This rank's inputs."""
     leaves = {}
     for n, x in _quantised(case, problem).items():
         x = x.to(problem.dtypes.get(n, case.torch_dtype))
         x = here.of(problem.of.get(n)).shard(x) if n in problem.tokens else x
-        leaves[n] = x.clone().requires_grad_(problem.gradients)
+        leaves[n] = lain(case, n, x).requires_grad_(gradients and case.wants(n))
     return leaves
 
 
 def _gradients(case: Case, problem: Problem, here: Here, local: Tensors, outputs: Tensors, truth: Truth) -> Tensors:
-    """Of this rank's inputs; those of shared ones summed over ranks."""
-    loss: Any = 0.0
-    for n, d in cotangents(case, problem, truth.outputs).items():
-        dim = problem.where[n]
+    """Of this rank's inputs that want one; those of shared ones summed over ranks."""
+    back: Tensors = {}
+    for n, d in cotangents(case, problem, {} if truth.error else truth.outputs).items():
+        dim, y = problem.where[n], outputs[n]
         if isinstance(dim, int):
             d = here.of(problem.of.get(n)).shard(d, dim)
-        if outputs[n].requires_grad:
-            loss = loss + (outputs[n].double() * d).sum() / (case.P if dim is None else 1)
-    leaves = {n: x for n, x in local.items()}
-    if not isinstance(loss, Tensor):
+        if y.requires_grad:
+            back[n] = lain(case, f"d{n}", (d / (case.P if dim is None else 1)).to(y.dtype))
+    leaves = {n: x for n, x in local.items() if x.requires_grad}
+    if not back or not leaves:
         return {}
-    found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
+    ys = [outputs[n] for n in back]
+    found = dict(zip(leaves, torch.autograd.grad(ys, list(leaves.values()), list(back.values()), allow_unused=True)))
     for n, g in found.items():
         g = torch.zeros_like(leaves[n]) if g is None else g
         assert g.dtype == leaves[n].dtype, f"the gradient of {n} is {g.dtype}"
@@ -215,14 +225,16 @@ def _gradients(case: Case, problem: Problem, here: Here, local: Tensors, outputs
 
 
 def _judged(case: Case, problem: Problem, here: Here, outputs: Tensors, gradients: Tensors, truth: Truth) -> Told:
+    if truth.error:
+        return Told("wrong", f"the reference raises {truth.error}, the split call does not")
     wrong, worst = [], 0.0
     for n, got in (outputs | {f"d{n}": g for n, g in gradients.items()}).items():
         whole, part = _wanted(problem, here, n, truth)
         if n in problem.where and problem.where[n] == "part":
             got = here.cp.comm.all_reduce(got.detach()).wait()
-        if n in outputs and got.dtype != (dtype := problem.results.get(n, case.torch_dtype)):
+        if n in outputs and got.dtype != (dtype := problem.results.get(n, DTYPES[case.works_in])):
             wrong.append(f"{n} is {got.dtype}, not {dtype}")
-        off = error(got, part, case, _rms(whole))
+        off = error(got, part, _coarsest(case, problem, n), _rms(whole))
         bound = 1e-300 if n in problem.exact else _bound(case, problem, truth, n)
         worst = max(worst, off / bound)
         if not off <= bound:
@@ -231,10 +243,17 @@ def _judged(case: Case, problem: Problem, here: Here, outputs: Tensors, gradient
 
 
 def _bound(case: Case, problem: Problem, truth: Truth, name: str) -> float:
-    if case.dtype == "fp64":
+    coarse = _coarsest(case, problem, name)
+    if coarse == "fp64":
         return problem.bound
-    floor = HARD if case.dtype == "fp32" and case.how.get("hard") else FLOOR[case.dtype]
-    return floor + TIMES * truth.budget[name]
+    floor = HARD if coarse == "fp32" and case.how.get("hard") else FLOOR[coarse]
+    return floor + TIMES * truth.budget.get(name, 0.0)
+
+
+def _coarsest(case: Case, problem: Problem, name: str) -> str:
+    """Of the dtypes that a result is computed and comes in."""
+    own = problem.results.get(name) if name in problem.where else problem.dtypes.get(name[1:])
+    return [d for d in DTYPES if d == case.works_in or DTYPES[d] == own][-1]
 
 
 def _wanted(problem: Problem, here: Here, name: str, truth: Truth) -> tuple[Tensor, Tensor]:
@@ -251,8 +270,8 @@ def _rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-def error(got: Tensor, want: Tensor, case: Case, rms: float) -> float:
-    """‖got − want‖ / ‖want‖; a part counts as at least a tenth of an average one, and an element as LEAST."""
+def error(got: Tensor, want: Tensor, coarsest: str, rms: float) -> float:
+    """‖got − want‖ / ‖want‖; a part counts as at least a tenth of an average one, an element as LEAST of a dtype."""
     if got.shape != want.shape:
         return math.inf
     got, want = got.detach().double(), want.double()
@@ -260,5 +279,5 @@ def error(got: Tensor, want: Tensor, case: Case, rms: float) -> float:
         return 0.0
     if not bool(torch.isfinite(got).all()):
         return math.inf
-    size = max(float(want.norm()), max(0.1 * rms, LEAST[case.dtype]) * math.sqrt(want.numel()))
+    size = max(float(want.norm()), max(0.1 * rms, LEAST[coarsest]) * math.sqrt(want.numel()))
     return float((got - want).norm()) / size

@@ -44,7 +44,9 @@ def _local(case: Case, name: str, W: int) -> Problem:
         return named(getattr(ring_la, name)(**x, **options, layout=here.layout))
 
     where = {"o": 1} | ({"final_state": None} if how.get("final") else {})
-    return Problem(truth, ours, where, tokens, shared, replicated)
+    dtypes = dict.fromkeys(shared, case.dtype_of("gates", case.torch_dtype))
+    dtypes |= dict.fromkeys(replicated, case.dtype_of("states", case.torch_dtype))
+    return Problem(truth, ours, where, tokens, shared, replicated, dtypes=dtypes)
 
 
 def grouped_gemm(case: Case) -> Problem:

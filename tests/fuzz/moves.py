@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from ring_la.models.loss import linear_cross_entropy
+from ring_la.running_sum import running_sum as sums
 
 from .case import Case
-from .problem import Here, Numbers, Problem, Tensors
+from .problem import Here, Numbers, Problem, Tensors, state_dtype
 
 
 def moves(case: Case) -> Problem:
@@ -33,6 +34,31 @@ def moves(case: Case) -> Problem:
         truth, ours, {"gathered": None, "converted": 1, "back": 1, "targets": 1}, {"x": x},
         layouts={"other": (case.T, case.how["other"])}, of={"converted": "other"}, exact=exact,
         results={"targets": torch.float64},
+    )  # fmt: skip
+
+
+def running_sum(case: Case) -> Problem:
+    """What positions, angles and forgetting attention's decays are: sums along each document, from a state or zero."""
+    numbers = Numbers(case)
+    tokens = {"x": numbers.normal(case.B, case.T, case.H, case.K)}
+    before = {"start": numbers.normal(case.documents, case.H, case.K)} if case.how.get("initial") else {}
+    cu = case.cu or (0, case.T)
+
+    def truth(given: Tensors) -> Tensors:
+        starts = given["start"] if "start" in given else torch.zeros(case.documents, 1, 1, dtype=torch.float64)
+        parts = []
+        for n, (a, b) in enumerate(zip(cu, cu[1:])):
+            of = starts[n : n + 1] if case.cu is not None else starts
+            parts.append(of[:, None] + given["x"][:, a:b].cumsum(1))
+        return {"sums": torch.cat(parts, 1)}
+
+    def ours(given: Tensors, here: Here) -> Tensors:
+        return {"sums": sums(given["x"], here.layout, None, given.get("start"))}
+
+    wide = case.dtype_of("states", state_dtype(case))
+    return Problem(
+        truth, ours, {"sums": 1}, tokens, replicated=before, dtypes=dict.fromkeys(before, wide),
+        results={"sums": torch.float64},
     )  # fmt: skip
 
 

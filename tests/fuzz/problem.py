@@ -94,6 +94,7 @@ def make(case: Case) -> Problem:
         "sparse_attention": softmax.sparse, "chosen": softmax.chosen, "short_conv": local.short_conv,
         "token_shift": local.token_shift, "grouped_gemm": local.grouped_gemm,
         "bidirectional": recurrences.bidirectional, "scan": recurrences.scan, "moves": moves.moves, "loss": moves.loss,
+        "running_sum": moves.running_sum,
         "decoding": decoding.recurrent, "model": decoding.model, "log_linear_attention": softmax.log_linear,
     }  # fmt: skip
     return makers.get(case.op, recurrences.recurrence)(case)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ring_la.layout import Layout
+
 from .case import Case
 from .judge import Jury, Verdict
 
@@ -70,6 +72,9 @@ class Record:
 
 def dimensions(c: Case) -> dict[str, object]:
     """What cases are counted by."""
+    seen = {"window": c.how["seen"]} if "seen" in c.how else {}
+    multiple_of = c.multiple_of or (64 if c.deterministic else 1)
+    layouts = [Layout(c.T, c.kind, c.P, r, c.cu, multiple_of, c.deterministic, **seen) for r in range(c.P)]
     longest = next(
         name for name, top in (("1 to 24", 24), ("25 to 70", 70), ("71 to 150", 150), ("151 to 260", 260)) if c.T <= top
     )
@@ -77,8 +82,11 @@ def dimensions(c: Case) -> dict[str, object]:
     out: dict[str, object] = {
         "op": c.op, "P": c.P, "kind": c.kind, "dtype": c.dtype, "tokens": longest, "documents": documents,
         "multiple_of": c.multiple_of, "validate": c.validate, "deterministic": c.deterministic,
+        "ranks without tokens": any(not layout.local_length for layout in layouts),
+        "values": "as wide as keys" if c.V == c.K else "narrower" if c.V < c.K else "wider",
     }  # fmt: skip
     out |= {"attention": c.attention} if c.is_softmax else {"scan": c.scan}
-    features = ("softcap", "alibi", "joint", "dropout", "keys", "choices")
+    out |= {n: c.how[n] for n in ("scale", "strides", "gates", "states") if n in c.how}
+    features = ("softcap", "alibi", "joint", "dropout", "keys", "choices", "seen")
     flags = [k for k in c.how if c.how[k] is True or k in features]
     return out | {f"with {k}": "yes" for k in flags}

@@ -40,14 +40,22 @@ def recurrence(case: Case) -> Problem:
             getattr(ring_la, case.op)(**own, **flags, **options, **more, initial_state=start, layout=here.layout)
         )
 
-    shared = definition.shared
+    shared, gates, wide = definition.shared, _gates(case, tensors), state_dtype(case)
+    final = torch.float64 if torch.float64 in gates.values() else wide
     return Problem(
         truth, ours, {"o": 1} | ({f"final_state{i}": None for i in range(len(states))} if how.get("final") else {}),
         tokens={n: x for n, x in tensors.items() if n not in shared},
         shared={n: x for n, x in tensors.items() if n in shared}, replicated=initial,
-        dtypes={n: state_dtype(case) for n in (*shared, *initial)},
-        results={f"final_state{i}": state_dtype(case) for i in range(len(states))},
+        dtypes=dict.fromkeys(shared, wide) | dict.fromkeys(initial, case.dtype_of("states", wide)) | gates,
+        results=dict.fromkeys((f"final_state{i}" for i in range(len(states))), final),
     )  # fmt: skip
+
+
+def _gates(case: Case, tensors: Tensors) -> dict[str, torch.dtype]:
+    """Decays and rates of a dtype of their own."""
+    of = BY_NAME[case.op].arguments
+    named = [n for n in tensors if of[n].kind in ("log decay", "rate") and not of[n].shared]
+    return dict.fromkeys(named, case.dtype_of("gates", case.torch_dtype)) if "gates" in case.how else {}
 
 
 def arguments(case: Case, op: str) -> tuple[Tensors, Options]:
@@ -88,6 +96,7 @@ def bidirectional(case: Case) -> Problem:
     initial = {}
     if how.get("initial"):
         initial["initial_state0"] = numbers.normal(case.documents, case.H, case.K, width).abs()
+    wide = state_dtype(case)
 
     def truth(x: Tensors) -> Tensors:
         own, start = _apart(x)
@@ -97,10 +106,9 @@ def bidirectional(case: Case) -> Problem:
         own, start = _apart(x)
         return _named(ring_la.linear_attention(**own, **options, initial_state=start, layout=here.layout))
 
-    wide = state_dtype(case)
     return Problem(
         truth, ours, {"o": 1} | ({"final_state0": None} if how.get("final") else {}), tokens, replicated=initial,
-        dtypes=dict.fromkeys(initial, wide), results={"final_state0": wide},
+        dtypes=dict.fromkeys(initial, case.dtype_of("states", wide)), results={"final_state0": wide},
     )  # fmt: skip
 
 

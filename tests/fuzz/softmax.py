@@ -26,6 +26,7 @@ def _problem(case: Case, truth, ours, tokens: Tensors, shared: Tensors, keys: tu
     return Problem(
         lambda x: _shown(truth(x), where), lambda x, here: _shown(ours(x, here), where), where, tokens, shared,
         layouts={"keys": tuple(case.how["keys"])} if other else {}, of=dict.fromkeys(keys, "keys") if other else {},
+        dtypes={"sinks": case.dtype_of("gates", case.torch_dtype)} if "sinks" in shared else {},
         results={"lse": state_dtype(case)},
     )  # fmt: skip
 
@@ -83,13 +84,17 @@ def forgetting(case: Case) -> Problem:
         return ring_la.forgetting_attention(**x, **options, layout=here.layout)
 
     problem = _problem(case, truth, ours, tokens, {})
-    problem.dtypes["g"] = state_dtype(case)
+    problem.dtypes["g"] = case.dtype_of("gates", state_dtype(case))
     return problem
 
 
 def log_linear(case: Case) -> Problem:
     numbers, how = Numbers(case), case.how
-    longest = case.T if case.cu is None else max(b - a for a, b in zip(case.cu, case.cu[1:]))
+    cu = case.cu or (0, case.T)
+    seen = None
+    if how.get("initial"):
+        seen = tuple(numbers.below(12, len(cu) - 1).tolist())
+    longest = max(b - a + n for a, b, n in zip(cu, cu[1:], seen or (0,) * len(cu)))
     levels = max(longest - 1, 0).bit_length() + 1 + how.get("levels", 0)
     tokens = {n: numbers.normal(case.B, case.T, h, d) for n, h, d in
               (("q", case.Hk, case.K), ("k", case.Hk, case.K), ("v", case.H, case.V))}  # fmt: skip
@@ -97,15 +102,30 @@ def log_linear(case: Case) -> Problem:
     if how.get("hard"):
         tokens["g"] = torch.where(numbers.normal(*tokens["g"].shape) > 1.2, -40.0, tokens["g"])
     tokens["lam"] = numbers.normal(case.B, case.T, case.H, levels)
-    options = {"scale": how.get("scale")}
+    options: Options = {"scale": how.get("scale"), "output_final_state": how.get("final", False)}
+    before: Tensors = {}
+    if seen is not None:  # levels are there where `seen` has a bit
+        drawn, bits = numbers.normal(case.documents, case.H, levels, case.K, case.V), torch.tensor(seen)
+        there = (bits[:, None] >> torch.arange(levels)) % 2 == 1
+        before = {"initial_state": drawn * there[:, None, :, None, None]}
+        options["first"] = seen if case.cu is not None else seen[0]
+
+    def named(out) -> Tensors:
+        return {"o": out.o} | ({"final": out.final_state} if how.get("final") else {})
 
     def truth(x: Tensors) -> Tensors:
-        return {"o": reference.log_linear_attention(**x, **options, cu_seqlens=case.cu).o}
+        return named(reference.log_linear_attention(**x, **options, cu_seqlens=case.cu))
 
     def ours(x: Tensors, here: Here) -> Tensors:
-        return {"o": ring_la.log_linear_attention(**x, **options, layout=here.layout).o}
+        return named(ring_la.log_linear_attention(**x, **options, layout=here.layout))
 
-    return Problem(truth, ours, {"o": 1}, tokens, dtypes={"g": state_dtype(case), "lam": state_dtype(case)})
+    wide = state_dtype(case)
+    return Problem(
+        truth, ours, {"o": 1} | ({"final": None} if how.get("final") else {}), tokens, replicated=before,
+        dtypes={n: case.dtype_of("gates", wide) for n in ("g", "lam")}
+        | dict.fromkeys(before, case.dtype_of("states", wide)),
+        results={"final": wide},
+    )  # fmt: skip
 
 
 def mla(case: Case) -> Problem:

@@ -35,9 +35,19 @@ FOUND = (
     '{"op":"log_linear_attention","P":4,"kind":"balanced","T":13,"Hk":3,"K":3,"V":5,"seed":261556459}',
     '{"op":"mamba3_mimo","P":3,"kind":"balanced","T":12,"cu":[0,6,9,11,12],"groups":2,"K":6,"V":1,"seed":226072925}',
     '{"op":"gated_delta_product","P":3,"kind":"balanced","T":12,"cu":[0,2,9,12],"seed":300273616,"how":{"own":true}}',
+    '{"op":"hgrn2","P":4,"T":1,"cu":[0,0,1,1],"Hk":2,"seed":532933013,"how":{"scale":0.3,"gates":"bf16"}}',
+    '{"op":"mamba3","kind":"zigzag","T":24,"Hk":2,"K":6,"V":5,"seed":1105311,"how":{"gates":"bf16"}}',
+    '{"op":"mamba3_mimo","T":21,"B":2,"K":6,"dtype":"fp32","seed":434514547,"how":{"initial":true,"states":"bf16"}}',
+    '{"op":"mamba3_mimo","P":2,"K":6,"V":3,"dtype":"fp32","seed":9,"how":{"initial":true,"autocast":true}}',
+    '{"op":"mesa_net","T":3,"dtype":"fp32","seed":1,"how":{"gates":"fp64"}}',
+    '{"op":"short_conv","P":2,"T":22,"V":5,"seed":229768033,"how":{"final":true,"W":4,"inference":true}}',
+    '{"op":"mlstm","T":2,"dtype":"fp32","seed":834782607,"how":{"initial":true,"final":true,"states":"bf16"}}',
+    '{"op":"mlstm","P":2,"T":6,"K":4,"V":5,"dtype":"bf16","seed":1039577117,"how":{"final":true,"gates":"fp64"}}',
+    '{"op":"training","P":4,"T":17,"seed":389706351,"how":{"layers":["gsa","hgrn2"],"mlp":"swiglu","recompute":"block"}}',
 )
 """What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ,
-segments of a balanced layout that were taken for those of another."""
+segments of a balanced layout that were taken for those of another, gates and states of another dtype, autocast, what
+inference mode left to training."""
 
 
 @pytest.mark.parametrize("line", FOUND)

@@ -39,6 +39,9 @@ def training(case: Case, cp: ring_la.ContextParallel) -> str:
     if case.how.get("recompute"):
         recompute(split, [case.how["recompute"]], keep_attention=bool(case.how.get("keep")))
     layout = cp.layout(case.T, case.kind, case.cu, case.multiple_of)
+    if case.how.get("inference"):  # as an evaluation before training
+        with torch.inference_mode():
+            split.loss(layout.shard(ids), layout=layout)
     loss = split.loss(layout.shard(ids), layout=layout)
     loss.backward()
     pairs = {"loss": (cp.comm.all_reduce(loss.detach()).wait(), want.detach())}

@@ -7,6 +7,7 @@ import torch
 
 from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
+from ring_la.nn import LAYERS
 from ring_la.softmax.plan import AttentionMoves
 from ring_la.training import Offload, recompute
 from tests.support.gpu import on_gpus
@@ -64,6 +65,17 @@ def test_nothing_is_computed_a_third_time(kinds):
         part.forward = counted
     recompute(model, kinds).loss(IDS).backward()
     assert max(calls.values()) == 2, calls
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_every_layer_is_computed_twice(name):
+    """Gradients that a forward pass takes by itself (of what reads the other side of a state) ask for nothing again."""
+    torch.manual_seed(0)
+    model, calls = HybridLM(HybridConfig(19, 16, [name], 2)).double(), []
+    layer, forward = model.blocks[0].layer, model.blocks[0].layer.forward
+    layer.forward = lambda *args, **keywords: (calls.append(torch.is_grad_enabled()), forward(*args, **keywords))[1]
+    recompute(model, ["block"]).loss(IDS).backward()
+    assert len(calls) == 2, calls
 
 
 @pytest.mark.parametrize("keep", [False, True])

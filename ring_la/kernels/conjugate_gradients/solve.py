@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kept import plain
 from ring_la.kernels.fenwick.device import chunk_row, node_at, put, rows_of, state_at, tile
 from ring_la.kernels.fenwick.table import table_of
 from ring_la.kernels.runtime.launch import filled, launch
@@ -111,6 +112,7 @@ def solve_kernel(
 
 
 @functools.lru_cache(maxsize=256)
+@plain
 def _begins(cu: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
     """The row of each document's first chunk, and how many there are."""
     rows = [0]

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ring_la.kept import plain
+
 COLUMNS = 8
 """First token of the chunk (of its whole place: it may lie before the run), first of the run, end of the run, the
 chunk's number m in its document, that of the run's first and last chunk, the level of node m above the first, and the
@@ -15,6 +17,7 @@ row of the n-th largest node."""
 
 
 @functools.lru_cache(maxsize=256)
+@plain
 def table_of(runs: tuple[int, ...], chunk: int, device: torch.device) -> tuple[Tensor, int]:
     """(rows ``[R, COLUMNS]`` int32, levels above chunks) of runs, three numbers each: start, stop, and the position of
     the start in its document."""

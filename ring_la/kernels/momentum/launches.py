@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_la.kept import plain
 from ring_la.kernels.fenwick.table import table_of
 from ring_la.kernels.spans.table import width
 
@@ -111,6 +112,7 @@ class ChunksCall:
 
 
 @functools.lru_cache(maxsize=256)
+@plain
 def _documents(cu: tuple[int, ...], device: torch.device) -> Tensor:
     """First chunk, chunks, start and end of each document."""
     rows, at = [], 0

@@ -8,7 +8,7 @@ Backward, right to left: ``G_c = A_cᵀ G_{c+1} + Q_cᵀ do_c``; then the chunk'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -254,8 +254,15 @@ def recording() -> Iterator[None]:
         for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradOther, keys.ADInplaceOrView):
             excluded = excluded.remove(key)
         guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-        with guard, torch.enable_grad():
+        with guard, torch.enable_grad(), _own_graph():
             yield
+
+
+def _own_graph() -> AbstractContextManager:
+    """What others do with tensors that graphs save, such as to compute them again, is not for the graph of a call."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
 
 
 def _leaf(x: Tensor) -> Tensor:

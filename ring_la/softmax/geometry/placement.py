@@ -17,6 +17,7 @@ from torch import Tensor
 from ...comm import Group
 from ...context import ShardedLayout
 from ...errors import UnsupportedError
+from ...kept import once
 from .tokens import Tokens
 
 
@@ -156,13 +157,13 @@ class SplitPlacement:
         """Number of queries of the whole sequence."""
         return self.layout.seq_len
 
-    @cached_property
+    @once
     def _rows(self) -> list[tuple[Tokens, Tensor | None]]:
         other = None if self.kv_layout is self.layout else self.kv_layout
         device = self.layout.cp.device
         return [Tokens.of_ranks(self.layout, ranks, device, other).fewest_runs() for ranks in self.holders]
 
-    @cached_property
+    @once
     def _keys(self) -> list[tuple[Tokens, Tensor | None]]:
         device = self.layout.cp.device
         if self.kv_layout is self.layout:
@@ -184,7 +185,7 @@ class SplitPlacement:
         """The row that each of this rank's queries and keys comes from in what its holders sent."""
         return self._rows[self.rank][1], self._keys[self.rank][1]
 
-    @cached_property
+    @once
     def all_keys(self) -> tuple[Tokens, Tensor | None]:
         """All keys of the ring axis and the row each comes from: in order, unless queries stand at a stride."""
         joined = Tokens.joined(self.keys)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...kept import MadeOnce
+from ...kept import MadeOnce, once
 from ...layout import Layout
 
 ANY_DOCUMENT = -1
@@ -92,17 +92,17 @@ class Tokens:
         steps = [getattr(r, name) + r.stride * torch.arange(r.length, device="cpu") for r in self.runs]
         return torch.cat(steps).to(self.device)
 
-    @cached_property
+    @once
     def positions(self) -> Tensor:
         """Position of each row in its document, int64 ``[T]``."""
         return self._column("position") if self._tensors is None else self._tensors[0]
 
-    @cached_property
+    @once
     def index(self) -> Tensor:
         """Place of each row in the whole sequence, int64 ``[T]``."""
         return self._column("index") if self._tensors is None else torch.arange(self.length, device=self.device)
 
-    @cached_property
+    @once
     def documents(self) -> Tensor:
         """Document of each row, int64 ``[T]``; ANY_DOCUMENT for rows that every document sees."""
         if self._tensors is not None:
@@ -110,7 +110,7 @@ class Tokens:
         columns = [torch.full((r.length,), r.document, device="cpu") for r in self.runs or ()]
         return (torch.cat(columns) if columns else torch.zeros(0, dtype=torch.int64, device="cpu")).to(self.device)
 
-    @cached_property
+    @once
     def places(self) -> Tensor:
         """The row of each place in the whole sequence, int32, up to the last one that is here; −1: no row is."""
         if self.runs is None:
@@ -120,7 +120,7 @@ class Tokens:
         out[self.index] = torch.arange(self.length, dtype=torch.int32, device=self.device)
         return out
 
-    @cached_property
+    @once
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """(position, document, index) of each row, int32 ``[T]``, as kernels read them."""
         columns = (self.positions, self.documents, self.index)

@@ -10,13 +10,13 @@ so all decide alike. Both passes count and ask anew; a choice stands among the t
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...comm import Group
+from ...kept import once
 from ..backends import ChosenBackend, LatentBackend, QueryRows
 from ..geometry import Tokens
 from ..merging import Gradients, Partial, Sum
@@ -39,12 +39,12 @@ class SomeKeys(Tokens):
         super().__init__(None, len(rows), rows.device, columns)
         self._places, self._end = among.index[rows], len(among.places)
 
-    @cached_property
+    @once
     def index(self) -> Tensor:
         """Place of each in the whole sequence."""
         return self._places
 
-    @cached_property
+    @once
     def places(self) -> Tensor:
         """The row of each place."""
         out = torch.full((self._end,), -1, dtype=torch.int32, device=self.device)
