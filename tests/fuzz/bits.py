@@ -41,7 +41,8 @@ def run(case: Case, cp: ring_la.ContextParallel, kind: str, order: Sequence[int]
     places = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in order])
     ends = torch.tensor([0] + [cu[i + 1] - cu[i] for i in order]).cumsum(0).tolist()
     layout = cp.layout(case.T, kind, None if case.cu is None else ends)
-    given = {n: level(case, x).to(problem.dtypes.get(n, dtype)) for n, x in problem.inputs.items()}
+    whole = {n: level(case, x) if n in problem.tokens else x for n, x in problem.inputs.items()}
+    given = {n: x.to(problem.dtypes.get(n, dtype)) for n, x in whole.items()}
     leaves = {n: _own(case, x, n, problem, layout, places) for n, x in given.items()}
     outputs = problem.ours(leaves, Here(cp, layout, {}))
     rng, loss, back = torch.Generator().manual_seed(case.seed + 1), torch.zeros(()), torch.argsort(places)

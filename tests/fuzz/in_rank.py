@@ -138,8 +138,9 @@ def _of_both(case: Case, problem: Problem, low: tuple, high: tuple) -> dict[str,
 
 def _quantised(case: Case, problem: Problem) -> Tensors:
     """All inputs in fp64, as numbers that their dtype holds."""
-    wide = problem.dtypes
-    return {n: rounded(level(case, x), wide.get(n, DTYPES[case.works_in])) for n, x in problem.inputs.items()}
+    own = DTYPES[case.works_in]
+    given = {n: level(case, x) if n in problem.tokens else x for n, x in problem.inputs.items()}
+    return {n: rounded(x, problem.dtypes.get(n, own)) for n, x in given.items()}
 
 
 def _run(case: Case, problem: Problem, leaves: Tensors) -> tuple[Tensors, Tensors]:

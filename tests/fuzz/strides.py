@@ -28,7 +28,8 @@ def lain(case: Case, name: str, x: Tensor) -> Tensor:
     if way == "mixed":
         way = Random(f"{case.seed}/{name}").choice((None, *WAYS))
     if way in EXPANDED:
-        return level(case, x.detach().clone())
+        one = level(case, x.detach().clone())
+        return one if torch.equal(one, x) else x.detach().clone()
     return x.detach().clone() if way is None else _lain(x.detach(), way)
 
 
