@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 AMONG_RANKS = {
-    "ring_la/training/checkpoint.py": {"broadcast_object_list"},
+    "ring_la/training/checkpoint.py": {"all_gather_object", "broadcast_object_list"},
     "ring_la/integrations/transformers/trainer.py": {"all_gather_object"},
     "ring_la/integrations/transformers/weights/parts.py": {"all_gather_object"},
     "ring_la/integrations/diffusers/pipeline.py": {"broadcast_object_list"},

@@ -41,7 +41,11 @@ def test_how_a_row_ended(process, tmp_path):
     assert (found["outcome"], len(found["steps"])) == ("exit 0", 1)
     assert rows.watched(failed, process, later) == "OutOfMemoryError: 2 GiB"
     assert rows.watched(slow, process, later).startswith("stopped after 1 s")
-    child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not children.read_text().split():
+        assert time.monotonic() < later
+        time.sleep(0.05)
+    child = children.read_text().split()[0]
     rows.end(process)
     assert rows.watched(slow, process, later) == "ranks ended, exit -9"
     assert not Path("/proc", child).exists() or Path("/proc", child, "stat").read_text().split()[2] == "Z"

@@ -2,11 +2,12 @@
 
 A vector loop of PyTorch's on CPUs treats the end of a tensor in another way than its middle, which a GPU's kernels do
 not. So the environment says ``ATEN_CPU_CAPABILITY=default``: loops by element are scalar. Prints for each model (layers
-apart by commas) what differs from one rank's step.
+apart by commas) what differs from one rank's step. LOOK_AT_BOUNDS=1: what leaves its tensor is an error, too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -21,7 +22,8 @@ from tests.support.same_bits import Run, differing, step_of
 
 interpreted()
 compute_bf16()
-look_at_bounds()
+if "LOOK_AT_BOUNDS" in os.environ:
+    look_at_bounds()
 
 LENGTHS = (70, 1, 99)
 SECONDS = 600.0
@@ -47,4 +49,4 @@ def main(models: list[list[str]], runs: tuple[Run, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main([words.split(",") for words in sys.argv[1:]], (Run(2, "zigzag"), Run(4, "zigzag", order=(2, 0, 1))))
+    main([words.split(",") for words in sys.argv[1:]], (Run(4, "zigzag", order=(2, 0, 1)),))

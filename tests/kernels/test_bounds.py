@@ -34,25 +34,24 @@ def moved(x, out, count, first, BN: tl.constexpr):
 
 memory = torch.arange(64.0)  # what is left and right of x is there, and not x
 x, out = memory[16:40], torch.zeros(24)
-launch(moved, (1,), x, out, int(sys.argv[1]), int(sys.argv[2]), BN=32)
-assert torch.equal(out, x)
+for count, first in ((24, 0), (24, 1), (24, -1), (25, 0)):
+    try:
+        launch(moved, (1,), x, out, count, first, BN=32)
+        print("equal" if torch.equal(out, x) else "another")
+    except Exception as error:
+        print(error)
 """
-
-
-def interpreted(*sizes: int) -> subprocess.CompletedProcess[str]:
-    """Of a kernel that copies so many numbers from the first on, of 24."""
-    command = [sys.executable, "-", *map(str, sizes)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    return subprocess.run(command, input=KERNEL, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_what_leaves_its_tensor_is_an_error():
-    """Also where another tensor's memory is next to it."""
+    """A kernel that copies numbers from the first on, of 24; also where another tensor's memory is next to it."""
     pytest.importorskip("triton")
-    done = interpreted(24, 0)
-    assert done.returncode == 0, done.stderr
-    for sizes, what in (((24, 1), "a load of 1 numbers"), ((24, -1), "a load of 1 numbers"), ((25, 0), "a load of 1")):
-        done = interpreted(*sizes)
-        assert done.returncode
-        assert f"moved: {what}" in done.stderr, done.stderr
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-"], input=KERNEL, env=environment, capture_output=True, text=True, timeout=120
+    )
+    inside, *outside = done.stdout.strip().splitlines()
+    assert inside == "equal", done.stderr
+    assert len(outside) == 3
+    assert all("moved: a load of 1 numbers outside" in said for said in outside), outside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import re
 import threading
@@ -30,7 +31,7 @@ def test_a_result_that_is_not_finite_fails_its_request_and_not_the_server():
         return out._replace(logits=out.logits.masked_fill(ids[:, -1:] == 3, torch.nan))
 
     server.model.read = broken
-    unchosen = Asked([5], temperature=1.0, logit_bias={1: torch.nan})
+    unchosen = Asked([5], temperature=1.0, logit_bias={1: math.inf})
     serve(server, jobs := [Asked([1, 3]), Asked([5]), Asked([3], temperature=1.0), Asked([6]), unchosen, Asked([7])])
     assert [job.events for job in jobs[:4:2]] == 2 * [[Failed("the model's result is not finite")]]
     assert [job.tokens for job in jobs[1::2]] == [truth([5], 4), truth([6], 4), truth([7], 4)]
