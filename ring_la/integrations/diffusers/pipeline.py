@@ -83,12 +83,13 @@ def axes_of(cp: ContextParallel, cfg: object) -> Axes:
 
 def _new_group(cp: ContextParallel, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """The one of some new groups that this rank is in. Collective over `cp`."""
-    if cp.size == dist.get_world_size():
+    world, whole = dist.distributed_c10d._world, cp.size == dist.get_world_size()
+    # groups are found by how many there are, or were made: ranks that have others would wait for each other for ever
+    made = world.group_count if whole else len(world.pg_names)
+    cp.comm.agreement.agree("the number of process groups they have: give cfg a DeviceMesh's axis", {"groups": made})
+    if whole:
         groups = [dist.new_group(list(ranks)) for ranks in parts]  # all ranks make all
         return next(g for g, ranks in zip(groups, parts) if dist.get_rank() in ranks)
-    # groups of some ranks alone are found by how many their members have: others would wait for each other for ever
-    made = len(dist.distributed_c10d._world.pg_names)
-    cp.comm.agreement.agree("the number of process groups they have: give cfg a DeviceMesh's axis", {"groups": made})
     mine = next(ranks for ranks in parts if dist.get_rank() in ranks)
     return dist.new_group(list(mine), use_local_synchronization=True)
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("diffusers")
@@ -30,6 +31,7 @@ from diffusers import (
 import ring_la
 from ring_la.errors import RingLAError
 from ring_la.integrations.diffusers import parallelize, restore
+from ring_la.integrations.diffusers.pipeline import axes_of
 from ring_la.integrations.diffusers.tea_cache import enable_tea_cache
 from tests.support.attention_cases import error
 from tests.support.pool import group
@@ -272,3 +274,21 @@ def check_cache(config: object) -> list[str]:
 
 def test_step_caches_are_decided_by_all_ranks(ranks):
     assert ranks.run(3, check_caches) == [[]] * 3
+
+
+def check_counts(rank: int) -> str:
+    """Rank 1 has made a group that the others have not: new ones would have other names there."""
+    world = dist.distributed_c10d._world
+    world.group_count += rank
+    try:
+        axes_of(ring_la.ContextParallel(group(), timeout=20), 2)
+    except ring_la.DisagreementError as error:
+        return str(error)
+    finally:
+        world.group_count -= rank
+    return "nothing raised"
+
+
+def test_ranks_that_have_made_other_groups_are_told(ranks):
+    for said in ranks.run(4, check_counts):
+        assert "disagree on the number of process groups they have" in said
