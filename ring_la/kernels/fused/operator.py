@@ -1,7 +1,7 @@
 """A function and its gradients as a registered operator, and without its dispatch where nothing needs it.
 
 A step ``x`` is a file ``x.py`` here, with its definition in PyTorch's operations, and its Triton kernels with their
-launches are ``x_kernel.py``: `kernels_of` finds them.
+launches are ``x_kernel.py``: `kernels_of` finds them. (Of ``sum_channels`` the definition is `softmax.sums`.)
 
 torch.compile and the like see one opaque node with a fake. Dispatching one takes the host longer than launching a
 kernel, so a call that nothing traces is an autograd Function, and one that wants no gradient the function itself.
