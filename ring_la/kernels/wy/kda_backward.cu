@@ -552,10 +552,15 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       }
 #pragma unroll
       for (int f = 0; f < 4; f++) dr[f] ^= 0x80008000u;
+      wg_settled(S);  // and operands: what is made behind the fence makes the compiler wait for each product
+      wg_settled(dout);
+      wg_settled(dr);
       wg_fence();
       wgmma128(S, dout, descriptor(at + OFF_QG, 1024, 2048));
       wgmma128(S, dr, descriptor(at + OFF_KG, 1024, 2048));
+      wg_commit();
       if (own) {
+        wg_fence();
         const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
@@ -579,7 +584,6 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         between_warps();  // before the tile of dS is written anew
         if (lane == 0) bar_arrive(bar_s + 8);
       } else {
-        wg_commit();
         wg_wait(S);
       }
     }
