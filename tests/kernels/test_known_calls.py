@@ -10,12 +10,15 @@ from tests.support.triton_cases import Case
 
 interpreted()
 
+import ring_la  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels import choice  # noqa: E402
 from ring_la.kernels.families import recurrence  # noqa: E402
 from ring_la.kernels.known import KnownCall, gradients  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.replay import Replay, root  # noqa: E402
 from ring_la.kernels.wy import one_launch  # noqa: E402
+from ring_la.recurrences import run  # noqa: E402
 
 RULES = ("additive_scalar", "delta_scalar")
 
@@ -161,3 +164,26 @@ def test_gradients_of_what_lies_otherwise_go_the_long_way() -> None:
     got, begun = backward_of(known, rule, tensors, do.transpose(1, 3).contiguous().transpose(1, 3), None)
     assert begun
     assert same(got, want)
+
+
+def test_packed_calls_are_known_by_how_many_documents_there_are(monkeypatch) -> None:
+    """Where offsets are not read, as on GPUs."""
+    begun = []
+    begin = Replay.__init__
+    monkeypatch.setattr(Replay, "__init__", lambda self, *args, **named: (begun.append(1), begin(self, *args, **named))[0])
+    monkeypatch.setattr(choice, "unsupported", lambda *args, **named: "")
+    monkeypatch.setattr(run, "offsets_are_read", lambda offsets: False)
+    took = []
+    for seed, cut in enumerate((10, 25, 40, 1, 20)):
+        inputs, _, _ = drawn("delta_scalar", seed)
+        leaves = [x.requires_grad_() for x in inputs if x is not None]
+        cu, do = torch.tensor([0, cut, 40], dtype=torch.int32), torch.randn_like(inputs.v)
+        begun.clear()
+        o = ring_la.gated_delta_rule(*leaves, cu_seqlens=cu).o
+        got = [o, *torch.autograd.grad(o, leaves, do)]
+        took.append(len(begun))
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        want = ring_la.gated_delta_rule(*wide, cu_seqlens=cu, backend="reference").o
+        for x, y in zip(got, [want, *torch.autograd.grad(want, wide, do.double())], strict=True):
+            assert (x - y).norm() < 1e-4 * y.norm()
+    assert took == [2, 2, 2, 0, 0]
