@@ -15,7 +15,6 @@ is what `ring_la.softmax.backends.triton.chosen.fastest` is set by.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor
 
 import ring_la
 from benchmarks.options import need_gpus
+from benchmarks.rows import Rows
 from ring_la.indexers import block_index, lightning_index
 
 from .latents import L, N, R, draw
@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, found, T, forms = time.monotonic(), [], args.tokens, args.forms
+    began, found, T, forms = time.monotonic(), Rows(args.out, torch=torch.__version__), args.tokens, args.forms
 
     def late() -> bool:
         return time.monotonic() - began > args.limit
@@ -291,10 +291,7 @@ def main() -> None:
     }
     for make in (make for name in args.cases for make in cases[name]):
         for row in make():
-            print(json.dumps(row), flush=True)
-            found.append(row)
-            if args.out:
-                args.out.write_text(json.dumps(dict(torch=torch.__version__, rows=found), indent=1))
+            found.add(row)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ tests/gpu/test_fused.py.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from benchmarks.options import need_gpus
+from benchmarks.rows import Rows
 from ring_la.kernels.fused import cross_entropy, discretise, log_decay, short_conv, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
@@ -100,14 +100,10 @@ def main() -> None:
     parser.add_argument("--out")
     args = parser.parse_args()
     need_gpus(parser)
-    rows, copy = [], bandwidth()
+    rows, copy = Rows(args.out), bandwidth()
     for times in (conv_times, gates_times):
         for row in times(copy):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    if args.out:
-        with open(args.out, "w") as f:
-            json.dump(rows, f, indent=1)
+            rows.add(row)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 
 import ring_la
 from benchmarks.options import need_gpus
+from benchmarks.rows import Rows
 from ring_la.kernels.runtime.tape import TapedLaunch
 from ring_la.kernels.runtime.written import allocator, function_of
 
@@ -147,15 +147,7 @@ def main() -> None:
     parser.add_argument("--profile", nargs="*", default=[])
     args = parser.parse_args()
     need_gpus(parser)
-    rows: list[dict[str, Any]] = []
-
-    def note(row: dict[str, Any]) -> None:
-        """Print a row, and keep it."""
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.out.write_text(json.dumps(about | {"rows": rows}, indent=1))
-
+    note = Rows(args.out, device=torch.cuda.get_device_name(), torch=torch.__version__).add
     note({"each": each()})
     note(attention(args.tokens))
     for channels in args.channels:

@@ -132,10 +132,15 @@ def test_no_circles_and_one_name_for_one_class():
 
 
 def test_architecture_is_true_of_the_files():
-    """docs/developers/architecture.md names every module of the package, and no file that is not there."""
-    named = set(re.findall(r"`([\w./]+)`", (ROOT.parent / "docs/developers/architecture.md").read_text()))
-    assert set().union(*LEVELS) <= named
-    files = [f"/{p.relative_to(ROOT.parent).as_posix()}" for p in (*ROOT.rglob("*"), *ROOT.parent.glob("tests/*.py"))]
+    """docs/developers/architecture.md names every module of the package, and neither it nor files.md one that is not
+    there."""
+    pages = [(ROOT.parent / f"docs/developers/{page}.md").read_text() for page in ("architecture", "files")]
+    first, named = (set(re.findall(r"`([\w./]+)`", text)) for text in (pages[0], "".join(pages)))
+    assert set().union(*LEVELS) <= first
+    files = [
+        f"/{p.relative_to(ROOT.parent).as_posix()}"
+        for p in (*ROOT.rglob("*"), *ROOT.parent.glob("*"), *ROOT.parent.glob("tests/*.py"))
+    ]
     for path in (name for name in named if "/" in name or name.endswith(".py")):
         assert any(file.endswith(f"/{path.rstrip('/')}") for file in files), path
 

@@ -9,7 +9,6 @@ of a call by the profiler, ms. --limit: seconds after which no tile is begun.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -26,6 +25,7 @@ from ring_la.softmax.backends.triton.table import TileSettings
 
 from ..chosen import Case, apart, blocks, timed
 from ..options import need_gpus
+from ..rows import Rows
 
 TILES: dict[str, tuple[TileSettings, ...]] = {
     "FORWARD": (
@@ -80,13 +80,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, found = time.monotonic(), []
+    began, found = time.monotonic(), Rows(args.out, gpu=torch.cuda.get_device_name())
     case = blocks(args.tokens, 64, 4, 128, 32, 64, ["triton_blocks"])
     for row in chain(map(kernels, [case]), tiles(case, args.kernels)):
-        found.append(row)
-        print(json.dumps(row), flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), rows=found), indent=1))
+        found.add(row)
         if time.monotonic() - began > args.limit:
             break
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.options import need_gpus
+from benchmarks.rows import Rows
 from ring_la.keystore import decode_kernel
 from ring_la.keystore.columns import Columns, by_products
 
@@ -88,13 +88,9 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     need_gpus(parser)
-    found = []
+    found = Rows(options.out)
     for row in rows(options.arms):
-        print(json.dumps(row), flush=True)
-        found.append(row)
-        if options.out:
-            with open(options.out, "w") as file:
-                json.dump(found, file, indent=1)
+        found.add(row)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ written, at 4.1 TB/s. What another program gives is held to what the first gives
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.options import need_gpus
+from benchmarks.rows import Rows
 from ring_la.kernels.tokens.gated_delta_kernel import gated_delta_token
 from ring_la.nn import GatedDeltaNet
 
@@ -53,12 +53,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_gpus(parser)
-    rows = []
+    rows = Rows(options.out)
     for sequences in (1, 8, 64):
-        rows.append(row(sequences))
-        print(json.dumps(rows[-1]), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(rows, indent=1))
+        rows.add(row(sequences))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ backward pass adds to keys alone: 576 fp32 numbers of 2,048 rows a query.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from ring_la.softmax.backends.triton import chosen_sorted
 
 from ..latents import L, N, R, draw
 from ..options import need_gpus
+from ..rows import Rows
 from ..sparse import choose
 
 LONG, SHORT, TOPK = 131_072, 16_384, 2048
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, rows = time.monotonic(), []
+    began, rows = time.monotonic(), Rows(args.out, gpu=torch.cuda.get_device_name())
     for part in args.parts:
         for name, run in {"index": index, "back": back, "loss": loss}[part]():
             if time.monotonic() - began > args.limit:
@@ -150,10 +150,7 @@ def main() -> None:
                 row: Row = {"arm": name} | run()
             except Exception as error:  # what does not fit a multiprocessor is a line, too
                 row = {"arm": name, "failed": f"{type(error).__name__}: {str(error)[:160]}"}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), rows=rows), indent=1))
+            rows.add(row)
 
 
 if __name__ == "__main__":

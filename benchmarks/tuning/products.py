@@ -8,7 +8,6 @@ is timed with is the products alone, without the norm, gate or sum that ours hav
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.options import need_gpus
+from benchmarks.rows import Rows
 from ring_la.kernels.tokens.products_kernel import products
 
 BANDWIDTH, CACHED = 4.1e12, 400 << 20
@@ -78,12 +78,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_gpus(parser)
-    rows = []
+    rows = Rows(options.out)
     for name in SHAPES:
-        rows.append(row(name))
-        print(json.dumps(rows[-1]), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(rows, indent=1))
+        rows.add(row(name))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ LOSS = 1.7e12
 no longer ask for: they give attention's lse): 4.13 s of 1,048,576 tokens on one GPU
 (benchmarks/results/sparse-index-2-h200.json), a first call, which may have compiled for a second. Of 16,384 tokens,
 which a cache holds, it is 3.4e12 (docs/notebook/2026-11-23-index-in-one-pass.md). The 3.05 s of a quarter of the
-queries in sparse-h200x4.json are not used (docs/users/guides/planning.md#how-far-to-trust-it says why)."""
+queries in sparse-h200x4.json are not used (docs/notebook/2026-11-28-four-gpus.md#what-the-plan-misses says why)."""
 WIDE = (1.40, 0.87)
 """Speed of cuDNN at heads of 256 channels beside the rates of WIDTH, forward and backward, causal, on an H200: means of
 1.44, 1.43 and 1.34, and of 0.92, 0.83 and 0.85, by two profiles of 32,768 tokens

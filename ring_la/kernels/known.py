@@ -1,46 +1,66 @@
-"""Calls that came by before. A forward pass that one tape plays is played at once, without asking again which kernels
-take it and what they need of it."""
+"""Calls that came by before. A forward or a backward pass that one tape plays is played at once, without asking again
+which kernels take it and what they need of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from .protocol import Output
+from .protocol import Backward, InputGradients, Inputs, Local
 
 Tensors = Sequence[Tensor | None]
-"""A call's inputs, its pieces' offsets and the states that enter them."""
+"""What a pass takes: the inputs, the pieces' offsets, and the states that enter; backward the gradients of those that
+leave, then the states that enter, the gradient of o, and what was saved."""
 
 
 class Shortcut(Protocol):
-    """How a forward pass was done, for others like it."""
+    """How a pass was done, for others like it."""
 
-    def ready(self, tensors: Tensors, border: Any) -> Callable[[], Output] | None:
+    def ready(self, tensors: Tensors, border: Any) -> Callable[[], Any] | None:
         """What does it for these; None: they lie otherwise, or what decides about kernels is no longer as it was."""
 
 
 class KnownCall:
-    """What is known of the forward passes of one kind of calls, which have all but their values alike.
+    """What is known of one kind of calls, which have all but their values alike.
 
     Attributes:
         call, crossing: of split calls what `linear` makes of all but their tensors, and of shapes; None: not yet.
     """
 
-    __slots__ = ("_shortcut", "call", "crossing")
+    __slots__ = ("_shortcuts", "call", "crossing")
 
     def __init__(self) -> None:
-        self._shortcut: Shortcut | None = None
+        self._shortcuts: dict[Hashable, Shortcut] = {}
         self.call: Any = None
         self.crossing: Any = None
 
-    def ready(self, tensors: Tensors, border: Any = None) -> Callable[[], Output] | None:
-        """What does the forward pass, if it is known how."""
-        return None if self._shortcut is None else self._shortcut.ready(tensors, border)
+    def ready(self, tensors: Tensors, border: Any = None, way: Hashable = None) -> Callable[[], Any] | None:
+        """What does a pass, if it is known how. `way`: None: forward; else what is asked of a backward pass."""
+        shortcut = self._shortcuts.get(way)
+        return None if shortcut is None else shortcut.ready(tensors, border)
 
-    def learn(self, local: Any, tensors: Tensors) -> None:
+    def learn(self, local: Any, tensors: Tensors, way: Hashable = None) -> None:
         """How a backend has just done it, if it says so."""
         shortcut = getattr(local, "shortcut", None)
         if shortcut is not None:
-            self._shortcut = shortcut(tensors)
+            self._shortcuts[way] = shortcut(tensors) or self._shortcuts.get(way)
+
+
+def gradients(
+    known: KnownCall | None, begin: Callable[[], Local[Any, Any]], inputs: Inputs, cu: Tensor | None,
+    backward: Backward, dS_end: Tensor | None, border: Any = None,
+) -> InputGradients:  # fmt: skip
+    """`Local.gradients` of what was not summarised before: as one of its kind was found, or of the backend that `begin`
+    gives."""
+    tensors = (*inputs, cu, dS_end, backward.S0, backward.do, *backward.saved)
+    way = backward.gate, backward.queries, dS_end is None, *[None if x is None else x.shape for x in backward.saved]
+    again = None if known is None else known.ready(tensors, border, way)
+    if again is not None:
+        return again()
+    local = begin()
+    grads = local.gradients(backward, dS_end, **({} if border is None else {"border": border}))
+    if known is not None:
+        known.learn(local, tensors, way)
+    return grads

@@ -91,32 +91,45 @@ class Step(NamedTuple):
     border: Border | None = None
 
 
-class PlayedOutput:
-    """Forward passes that one tape plays (see `known.Shortcut`): of the step `node`, on tensors that are each another
-    one and lie as the kernels take them."""
+class PlayedPass:
+    """Passes that one tape plays (see `known.Shortcut`): of the step `node`, on tensors that lie as the kernels take
+    them. `give`: what is made of what the tape returns."""
 
-    __slots__ = ("_border", "_knobs", "_node")
+    __slots__ = ("_border", "_first", "_give", "_knobs", "_node", "_twice")
 
-    def __init__(self, node: Node, border: Border | None) -> None:
-        self._node, self._border, self._knobs = weakref.ref(node), border, one_launch.knobs()
+    def __init__(self, node: Node, border: Border | None, give: Callable[..., Any], tensors: Tensors) -> None:
+        self._node, self._border, self._give, self._knobs = weakref.ref(node), border, give, one_launch.knobs()
+        place = {id(x): i for i, x in reversed([*enumerate(tensors)])}
+        self._first = tuple(i for i, x in enumerate(tensors) if x is not None and place[id(x)] == i)
+        self._twice = tuple((place[id(x)], i) for i, x in enumerate(tensors) if x is not None and place[id(x)] < i)
 
-    def ready(self, tensors: Tensors, border: Border | None) -> Callable[[], Output] | None:
+    def ready(self, tensors: Tensors, border: Border | None) -> Callable[[], Any] | None:
         node = self._node()  # what tapes are kept of may have been cleared
         if node is None or node.tape is None or border is not self._border or self._knobs != one_launch.knobs():
             return None
+        for i, j in self._twice:
+            if tensors[i] is not tensors[j]:
+                return None
         playing = Playback(tensors[VALUES])
-        for x in tensors:
-            if x is not None:
-                address = x.data_ptr()
-                if address % ALIGNMENT or not x.is_contiguous():
-                    return None
-                playing.bring(x, address)
-        return functools.partial(_played_output, node.tape, playing)
+        for i in self._first:
+            x = tensors[i]
+            if x is None or x.data_ptr() % ALIGNMENT or not x.is_contiguous():
+                return None
+            playing.bring(x, x.data_ptr())
+        return functools.partial(_played, self._give, node.tape, playing)
 
 
-def _played_output(tape: Tape, playing: Playback) -> Output:
-    o, leaving, *saved = tape.play(playing)
-    return Output(o, leaving, tuple(saved))
+def _played(give: Callable[..., Any], tape: Tape, playing: Playback) -> Any:
+    return give(*tape.play(playing))
+
+
+def _as_output(o: Tensor, leaving: Tensor | None, *saved: Tensor | None) -> Output:
+    return Output(o, leaving, saved)
+
+
+def _as_gradients(*made: Tensor | None) -> InputGradients:
+    *grads, dS0 = made
+    return InputGradients(Inputs(*grads), dS0)
 
 
 class Replay:
@@ -160,18 +173,18 @@ class Replay:
         return summary
 
     def output(self, S0: Tensor | None, summary: Summary[Result] | None = None, border: Border | None = None) -> Output:
-        o, leaving, *saved = self._step(_output, ((S0, torch.float32),), (summary and summary.found,), border)  # type: ignore[arg-type]
-        return Output(o, leaving, tuple(saved))
+        return _as_output(*self._step(_output, ((S0, torch.float32),), (summary and summary.found,), border))  # type: ignore[arg-type]
 
-    def shortcut(self, tensors: Tensors) -> PlayedOutput | None:
-        """How the output was made, if by the tape of one step, of tensors as they came."""
+    def shortcut(self, tensors: Tensors) -> PlayedPass | None:
+        """How the output or the gradients were made, if by the tape of one step, of tensors as they came."""
         if self._real is not None or len(self._steps) != 1:
             return None
         (step,) = self._steps
-        as_given = [x for x in tensors if x is not None]
-        brought = [x.given for x in self._brought.values() if not x.copied]
-        plain = len(brought) == len(self._brought) == len(as_given) and all(x is y for x, y in zip(brought, as_given))
-        return PlayedOutput(step.node, step.border) if plain and step.call is _output else None
+        as_given = [*dict.fromkeys(id(x) for x in tensors if x is not None)]
+        brought = [id(x.given) for x in self._brought.values() if not x.copied]
+        give = GIVES.get(step.call)
+        plain = len(brought) == len(self._brought) and brought == as_given
+        return PlayedPass(step.node, step.border, give, tensors) if plain and give is not None else None
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Result]:
         (entering,) = self._step(_adjoint, self._tensors(backward, dS_end), (backward.gate,))
@@ -189,8 +202,7 @@ class Replay:
         border: Border | None = None,
     ) -> InputGradients:
         flags = backward.gate, backward.queries, adjoint and adjoint.found
-        *grads, dS0 = self._step(_gradients, self._tensors(backward, dS_end), flags, border)  # type: ignore[arg-type]
-        return InputGradients(Inputs(*grads), dS0)
+        return _as_gradients(*self._step(_gradients, self._tensors(backward, dS_end), flags, border))  # type: ignore[arg-type]
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -325,5 +337,7 @@ def _gradients(
     return made, (*made.inputs, made.entering)
 
 
+GIVES: dict[Callable[..., Any], Callable[..., Any]] = {_output: _as_output, _gradients: _as_gradients}
+"""What is made of what steps return that are a whole pass."""
 LAST = (_output, _gradients)
 """Steps after which what is still there is hardly needed."""

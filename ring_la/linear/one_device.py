@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..algebra import Rule
 from ..autograd import first_derivative_only, full_precision, traced, wanting
 from ..kernels import Backward, ForwardOthers, Inputs, KnownCall, Output, OutputUse, linear_recurrence, make_local
+from ..kernels.known import gradients
 
 
 class OneDeviceCall(NamedTuple):
@@ -70,6 +72,6 @@ class OneDeviceRecurrence(torch.autograd.Function):
         inputs, saved = Inputs(*rest[:width]), tuple(rest[width:])
         do = torch.zeros_like(inputs.like_output(rule)) if do is None else do
         gate = ctx.needs_input_grad[3 + Inputs._fields.index("g")]
-        local = make_local(rule, inputs, cu, scale, "chunk", backend)
-        grads = local.gradients(Backward(S0, do, saved, gate), dS_end)
+        begin = partial(make_local, rule, inputs, cu, scale, "chunk", backend)
+        grads = gradients(ctx.call.known, begin, inputs, cu, Backward(S0, do, saved, gate), dS_end)
         return None, None, None if S0 is None else grads.entering.to(S0.dtype), *grads.like(inputs)

@@ -13,6 +13,7 @@ the gradient this rank's outputs send to its entering state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..autograd import first_derivative_only
 from ..kernels import Backward, Inputs, KnownCall
+from ..kernels.known import gradients
 from ..scan import MailboxBorder
 from .exchange import SplitCall, exchanged, exchanged_back
 from .seams import Crossing
@@ -91,7 +93,7 @@ class SplitRecurrence(torch.autograd.Function):
         done = forward(call, initial_state, Inputs(*tensors), known)
         ctx.border, ctx.final_shape = done.border, None if done.final is None else done.final.shape
         ctx.way_back = call.layout.cp.comm.agreement.way_back()
-        ctx.call, ctx.has_initial = call, initial_state is not None
+        ctx.call, ctx.known, ctx.has_initial = call, known, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
         ctx.parts = len(done.maps), len(tensors), len(done.sent)
         ctx.save_for_backward(done.S0, *done.maps, *tensors, *done.sent, *done.saved)
@@ -109,18 +111,18 @@ class SplitRecurrence(torch.autograd.Function):
         inputs = Inputs(*inputs)
         do = torch.zeros_like(inputs.like_output(call.rule)) if do is None else do
         backward = Backward(S0, do, saved, ctx.needs_input_grad[3 + Inputs._fields.index("g")])
-        dS_end = None
+        dS_end, begin = None, partial(call.local, inputs, "chunk")
         if call.output_final_state:  # on every rank, used or not: the sum is collective
             dS_end, dfinal = leaving_gradients(layout, inputs, dfinal, ctx.final_shape)
         if goes_in_order(call, inputs):
             grads = gradients_in_order(call, inputs, do, dS_end, saved)
         elif ctx.border is not None:
             ctx.border.begin(call.crossing(inputs).size, reverse=True)
-            grads = call.local(inputs, "chunk").gradients(backward, dS_end, border=ctx.border)
+            grads = gradients(ctx.known, begin, inputs, call.cu_pieces(inputs), backward, dS_end, ctx.border)
         elif call.seams.alone:
-            grads = call.local(inputs, "chunk").gradients(backward, dS_end)
+            grads = gradients(ctx.known, begin, inputs, call.cu_pieces(inputs), backward, dS_end)
         else:
-            local = call.local(inputs, "chunk")
+            local = begin()
             dS_end, adjoint = exchanged_back(call, local, backward, dS_end, transitions, sent)
             grads = local.gradients(backward, dS_end, adjoint)
         dinitial = None

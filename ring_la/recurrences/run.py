@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import linear
 from ..blockwise import repeated
+from ..checks import offsets_are_read
 from ..comm import Entry
 from ..context import ShardedLayout
 from ..errors import RingLAError
@@ -37,7 +38,7 @@ def agreed(name: str, describe: Callable[[], Recurrence], options: CommonOptions
     if isinstance(layout, ShardedLayout):
         return _compared(name, describe, options, flags, layout)
     r = describe()
-    known = layout is None and options.cu_seqlens is None
+    known = layout is None and not offsets_are_read(options.cu_seqlens)
     if not known or torch.compiler.is_compiling():  # a graph is for all lengths
         check(r, options)
         return AgreedCall(r)
@@ -107,10 +108,10 @@ def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLa
 
 def _shapes(r: Recurrence, options: CommonOptions) -> list:
     """What checks look at."""
-    given = (*r.inputs, options.initial_state, *(() if r.normalizer is None else r.normalizer[:2]))
+    given = *r.inputs, options.initial_state, options.cu_seqlens, *(() if r.normalizer is None else r.normalizer[:2])
     found: list = [x if x is None else (x.shape, x.dtype, x.device, x.requires_grad, x.layout) for x in given]
-    scale, _, final, unit_length, _, cu_seqlens, *rest = options
-    found += r.rule, r.causal, scale, final, unit_length, cu_seqlens, *rest, torch.is_grad_enabled()
+    scale, _, final, unit_length, _, _, *rest = options
+    found += r.rule, r.causal, scale, final, unit_length, *rest, torch.is_grad_enabled()
     return found
 
 

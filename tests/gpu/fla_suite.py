@@ -41,7 +41,6 @@ HARMLESS = {
 }  # fmt: skip
 """Its keywords that do not change a result."""
 NAMES = {"use_qk_l2norm_in_kernel": "use_qk_l2norm"}
-VALUES_FIRST = {"state_v_first", "transpose_state_layout"}
 OTHERS = {"test_chunk_invalid_chunk_size": "ring_la's has no chunk_size to refuse"}
 """Tests of fla-core's arguments, and why they say nothing of ours."""
 OF_OPTIONS = {

@@ -1,4 +1,4 @@
-"""Forward passes that were played before are played at once, with the bits of the call they were made from."""
+"""Passes that were played before are played at once, with the bits of the call they were made from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from tests.support.triton_cases import Case
 
 interpreted()
 
+import ring_la  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels import choice  # noqa: E402
 from ring_la.kernels.families import recurrence  # noqa: E402
-from ring_la.kernels.known import KnownCall  # noqa: E402
-from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
+from ring_la.kernels.known import KnownCall, gradients  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.replay import Replay, root  # noqa: E402
 from ring_la.kernels.wy import one_launch  # noqa: E402
+from ring_la.recurrences import run  # noqa: E402
 
 RULES = ("additive_scalar", "delta_scalar")
 
@@ -89,13 +92,16 @@ def test_what_lies_otherwise_goes_the_long_way() -> None:
 
 
 @torch.no_grad()
-def test_a_tensor_given_twice_teaches_nothing() -> None:
-    """The tape of such a call reads one tensor in two places; the next one's are two."""
-    known, use = KnownCall(), OutputUse()
-    for seed in range(5):
+def test_a_tensor_given_twice_is_known_as_that() -> None:
+    """The tape of such a call reads one tensor in two places; the last one's are two."""
+    known, use, took = KnownCall(), OutputUse(), []
+    for seed in range(6):
         inputs, cu, S0 = drawn("additive_scalar", seed)
-        _, again = called(known, "additive_scalar", (inputs._replace(k=inputs.q), cu, S0), use)
-        assert not again
+        given = (inputs if seed == 5 else inputs._replace(k=inputs.q), cu, S0)
+        got, again = called(known, "additive_scalar", given, use)
+        took.append(again)
+        assert same(got, wanted("additive_scalar", given, use))
+    assert took == [False, False, False, True, True, False]
 
 
 @torch.no_grad()
@@ -112,3 +118,77 @@ def test_what_is_no_longer_so_is_not_known(monkeypatch) -> None:
         assert known.ready(flat) is None
     root.cache_clear()
     assert known.ready(flat) is None
+
+
+def backward_of(known: KnownCall | None, rule: str, tensors, do: torch.Tensor, dS: torch.Tensor | None):
+    """A call's gradients behind its forward pass, and whether a backend was begun for them."""
+    inputs, cu, S0 = tensors
+    saved = Replay(Rule.parse(rule), inputs, cu, 0.3, OutputUse(saved=True, alone=True)).output(S0).saved
+    begun = []
+
+    def begin() -> Replay:
+        begun.append(1)
+        return Replay(Rule.parse(rule), inputs, cu, 0.3)
+
+    made = gradients(known, begin, inputs, cu, Backward(S0, do, saved), dS)
+    return [*made.inputs, made.entering], bool(begun)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_that_are_known_are_the_same(rule: str, final: bool) -> None:
+    known, took = KnownCall(), []
+    for seed in range(6):
+        tensors = drawn(rule, seed)
+        do = torch.randn_like(tensors[0].v)
+        dS = torch.randn(1, 1, 1, 16, 16) if final or seed == 5 else None  # the last one's are another kind
+        got, begun = backward_of(known, rule, tensors, do, dS)
+        took.append(begun)
+        inputs, cu, S0 = tensors
+        real = recurrence(Rule.parse(rule), inputs, cu, 0.3, OutputUse(saved=True, alone=True))
+        want = recurrence(Rule.parse(rule), inputs, cu, 0.3).gradients(Backward(S0, do, real.output(S0).saved), dS)
+        assert same(got, [*want.inputs, want.entering])
+    assert took == [True, True, True, False, False, not final]
+
+
+@torch.no_grad()
+def test_gradients_of_what_lies_otherwise_go_the_long_way() -> None:
+    known, rule = KnownCall(), "delta_scalar"
+    for seed in range(4):
+        tensors = drawn(rule, seed)
+        backward_of(known, rule, tensors, torch.randn_like(tensors[0].v), None)
+    do = torch.randn_like(tensors[0].v)
+    want, begun = backward_of(known, rule, tensors, do, None)
+    assert not begun
+    got, begun = backward_of(known, rule, tensors, do.transpose(1, 3).contiguous().transpose(1, 3), None)
+    assert begun
+    assert same(got, want)
+
+
+def test_packed_calls_are_known_by_how_many_documents_there_are(monkeypatch) -> None:
+    """Where offsets are not read, as on GPUs."""
+    begun: list[int] = []
+    begin = Replay.__init__
+
+    def counted(self: Replay, *args: object, **named: object) -> None:
+        begun.append(1)
+        begin(self, *args, **named)
+
+    monkeypatch.setattr(Replay, "__init__", counted)
+    monkeypatch.setattr(choice, "unsupported", lambda *args, **named: "")
+    monkeypatch.setattr(run, "offsets_are_read", lambda offsets: False)
+    took = []
+    for seed, cut in enumerate((10, 25, 40, 1, 20)):
+        inputs, _, _ = drawn("delta_scalar", seed)
+        leaves = [x.requires_grad_() for x in inputs if x is not None]
+        cu, do = torch.tensor([0, cut, 40], dtype=torch.int32), torch.randn_like(inputs.v)
+        begun.clear()
+        o = ring_la.gated_delta_rule(*leaves, cu_seqlens=cu).o
+        got = [o, *torch.autograd.grad(o, leaves, do)]
+        took.append(len(begun))
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        want = ring_la.gated_delta_rule(*wide, cu_seqlens=cu, backend="reference").o
+        for x, y in zip(got, [want, *torch.autograd.grad(want, wide, do.double())], strict=True):
+            assert (x - y).norm() < 1e-4 * y.norm()
+    assert took == [2, 2, 2, 0, 0]

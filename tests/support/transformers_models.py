@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from tests.support.transformers_case import EXPERTS, LATENT, Case, case
@@ -81,8 +79,6 @@ INDEXED: dict[str, Case] = {
     ),
 }
 CASES: dict[str, Case] = SOFTMAX | RECURRENT | INDEXED
-
-Factory = Callable[[], torch.nn.Module]
 
 
 def an_ulp_off(model: torch.nn.Module, seed: int) -> torch.nn.Module:

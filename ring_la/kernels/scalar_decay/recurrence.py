@@ -7,11 +7,10 @@ memory, and the gradients come of all chunks at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_la.algebra import Rule
 from ring_la.kernels.protocol import (
     Adjoint,
     Backward,
@@ -19,7 +18,6 @@ from ring_la.kernels.protocol import (
     InputGradients,
     Inputs,
     Output,
-    OutputUse,
     SpanMaps,
     Summary,
 )
@@ -31,8 +29,8 @@ from ring_la.kernels.scalar_decay.states import adjoints_after_chunks, states_be
 from ring_la.kernels.scalar_decay.summarise import maps_back, maps_of_spans
 from ring_la.kernels.scalar_decay.write_gradients import write_gradients
 from ring_la.kernels.spans.crossing import Entered, cross, enter
-from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
+from ring_la.kernels.spans.prefix import prefix
+from ring_la.kernels.spans.recurrence import SpanRecurrence
 
 
 class ScalarDecaySaved(NamedTuple):
@@ -82,34 +80,10 @@ class ScalarDecayBack(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScalarDecayRecurrence:
-    """One rank's tokens under one rule; `given` are the inputs as they came."""
-
-    plan: SpanPlan
-    inputs: Inputs
-    given: Inputs
-    use: OutputUse
-
-    prepares: ClassVar[bool] = False
-    crosses: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse) -> ScalarDecayRecurrence:
-        plan = SpanPlan.of(rule, inputs, cu, scale)
-        return cls(plan, plan.ready(inputs), inputs, use)
+class ScalarDecayRecurrence(SpanRecurrence[ScalarDecayMaps]):
+    """One rank's tokens under one rule."""
 
     # -- forward -------------------------------------------------------------------------------------------
-
-    def summary(
-        self, S0: Tensor | None, through: bool, known: Summary[ScalarDecayMaps] | None = None
-    ) -> Summary[ScalarDecayMaps]:
-        found = self._maps(True) if known is None else known.found
-        _, leaving = prefix(self.plan, found.maps, self.plan.state(S0), False, enter=False)
-        return Summary(transitions_of_pieces(self.plan, found.maps) if through else None, leaving, found)
-
-    def prepare(self, summary: Summary[ScalarDecayMaps]) -> Summary[ScalarDecayMaps]:
-        """As it is: what the output needs before a state arrives was found for the summary."""
-        return summary
 
     def output(
         self, S0: Tensor | None, summary: Summary[ScalarDecayMaps] | None = None, border: Border | None = None

@@ -7,25 +7,21 @@ the gradients of those after them, all chunks at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from ring_la.algebra import Rule
 from ring_la.kernels.protocol import (
     Adjoint,
     Backward,
     Border,
     InputGradients,
-    Inputs,
     Output,
-    OutputUse,
     PieceTransitions,
     Summary,
 )
 from ring_la.kernels.spans.crossing import Entered, cross, enter
-from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
+from ring_la.kernels.spans.prefix import prefix
+from ring_la.kernels.spans.recurrence import SpanRecurrence
 from ring_la.kernels.spans.table import BACKWARD, Table
 from ring_la.kernels.wy.backward import adjoints_after_chunks, maps_back
 from ring_la.kernels.wy.delta_gradients import delta_gradients
@@ -43,32 +39,10 @@ QUERIES_ALONE = False
 
 
 @dataclass(frozen=True)
-class WYRecurrence:
-    """One rank's tokens under one rule; `given` are the inputs as they came."""
-
-    plan: SpanPlan
-    inputs: Inputs
-    given: Inputs
-    use: OutputUse
-
-    prepares: ClassVar[bool] = False
-    crosses: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse) -> WYRecurrence:
-        plan = SpanPlan.of(rule, inputs, cu, scale)
-        return cls(plan, plan.ready(inputs), inputs, use)
+class WYRecurrence(SpanRecurrence[WYMaps]):
+    """One rank's tokens under one rule."""
 
     # -- forward -------------------------------------------------------------------------------------------
-
-    def summary(self, S0: Tensor | None, through: bool, known: Summary[WYMaps] | None = None) -> Summary[WYMaps]:
-        found = self._maps(True) if known is None else known.found
-        _, leaving = prefix(self.plan, found.maps, self.plan.state(S0), False, enter=False)
-        return Summary(transitions_of_pieces(self.plan, found.maps) if through else None, leaving, found)
-
-    def prepare(self, summary: Summary[WYMaps]) -> Summary[WYMaps]:
-        """As it is: what the output needs before a state arrives was found for the summary."""
-        return summary
 
     def output(self, S0: Tensor | None, summary: Summary[WYMaps] | None = None, border: Border | None = None) -> Output:
         plan, v, S0 = self.plan, self.inputs.v, self.plan.state(S0)
