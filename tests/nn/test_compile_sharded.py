@@ -61,7 +61,7 @@ def compared(cp: ContextParallel, layers: list[str], mlp: str, lengths: list[int
 
 CASES = {
     "recurrences": (2, ["rwkv7", "lightning"], "swiglu", {"scan": "ring"}, False),
-    "attention": (3, ["attention", "mamba2"], "moe", {"scan": "all_gather", "attention": "all_gather"}, True),
+    "attention": (2, ["attention", "mamba2"], "moe", {"scan": "all_gather", "attention": "all_gather"}, True),
     "heads": (2, ["attention"], "swiglu", {"scan": "doubling", "attention": "ulysses", "head_groups": 2}, False),
     "one rank": (1, ["gdn"], "swiglu", {}, False),
 }
