@@ -284,9 +284,7 @@ class HybridLM(nn.Module):
 def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:
     """Each token's successor in its document, and how many of them the whole batch has."""
     if layout is not None:
-        cu = layout.cu_seqlens
-        documents = sum(a < b for a, b in zip(cu, cu[1:]))
-        return layout.targets(ids, IGNORE).long(), max(1, ids.shape[0] * (layout.seq_len - documents))
+        return layout.targets(ids, IGNORE).long(), max(1, ids.shape[0] * layout.num_successors)
     targets = ids.roll(-1, 1).long()
     targets[:, -1:] = IGNORE
     if cu_seqlens is None:
