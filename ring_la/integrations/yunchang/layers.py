@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...comm import Group
+from ...comm.agreement import Agreement
 from ...errors import ArgumentError, UnsupportedError
 from ...softmax.geometry import Tokens
 from ...softmax.strategies import Heads, HeadSplit
@@ -35,9 +36,15 @@ def set_seq_parallel_pg(
     sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
 ) -> None:
     """Make the groups of a ulysses × ring split; with `use_ulysses_low`, neighbouring ranks exchange heads."""
+    degrees = {"sp_ulysses_degree": sp_ulysses_degree, "sp_ring_degree": sp_ring_degree}
+    for name, n in (degrees | {"world_size": world_size}).items():
+        if not isinstance(n, int) or n < 1:
+            raise ArgumentError(name, "an int of at least 1", repr(n))
     degree = sp_ulysses_degree * sp_ring_degree
-    if degree < 1 or world_size % degree:
-        raise ArgumentError("world_size", f"a multiple of {sp_ulysses_degree} × {sp_ring_degree}", world_size)
+    if world_size % degree or world_size > dist.get_world_size():
+        expected = f"a multiple of {sp_ulysses_degree} × {sp_ring_degree}, {dist.get_world_size()} at most"
+        raise ArgumentError("world_size", expected, world_size)
+    check_rank(rank, world_size)
     for first in range(0, world_size, degree):
         ranks = torch.arange(first, first + degree, device="cpu")
         ring_by_ulysses = ranks.view(sp_ring_degree, sp_ulysses_degree)
@@ -52,8 +59,7 @@ def set_seq_parallel_pg(
 
 def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, **keywords: Any) -> Tensor:
     """This rank's part of ``value [B, T, …]``, split contiguously."""
-    if not 0 <= rank < world_size:
-        raise ArgumentError("rank", f"0 to {world_size - 1}", rank)
+    check_rank(rank, world_size)
     _check_parts(value, 1, world_size)
     return value.chunk(world_size, 1)[rank].detach().clone()
 
@@ -84,6 +90,14 @@ def _places(rd: int, ud: int) -> tuple[int, int]:
     if sizes != [rd, ud]:
         raise ArgumentError("rd, ud", f"the sizes of the groups, {sizes[0]} and {sizes[1]}", f"{rd} and {ud}")
     return dist.get_rank(groups[0]), dist.get_rank(groups[1])
+
+
+def check_rank(rank: object, world_size: object) -> None:
+    """Refuse what is no rank of so many."""
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ArgumentError("world_size", "an int of at least 1", repr(world_size))
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ArgumentError("rank", f"0 to {world_size - 1}", repr(rank))
 
 
 def _check_parts(value: object, dim: int, parts: int) -> None:
@@ -136,7 +150,7 @@ class LongContextAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check_dims(scatter_idx, gather_idx)
-        if ring_impl_type not in KINDS:
+        if not isinstance(ring_impl_type, str) or ring_impl_type not in KINDS:
             raise ArgumentError("ring_impl_type", f"one of {', '.join(KINDS)}", repr(ring_impl_type))
         groups = _process_groups()
         self.ring_pg, self.ulysses_pg = groups.RING_PG, groups.ULYSSES_PG
@@ -163,7 +177,7 @@ class LongContextAttention(nn.Module):
         """Attention of this rank's tokens ``[B, T, H, D]``; as in yunchang, only the output is returned."""
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
-        call = settled(groups, x.qkv, lambda: checked(self.kind, x, masks, self.attn_type))
+        call = settled(groups, x.qkv, lambda: checked(self.kind, x, masks, self.attn_type, return_attn_probs))
         return attend(call, x, *groups)
 
 
@@ -196,7 +210,8 @@ class LongContextAttentionQKVPacked(LongContextAttention):
 
     def forward(self, qkv: Tensor, *args: Any, **keywords: Any) -> Tensor:  # type: ignore[override]
         """Attention of this rank's tokens; the other arguments are those of LongContextAttention."""
-        return super().forward(*unpack("qkv", qkv, 2, 3), *args, **keywords)
+        groups = group_of(self.ring_pg), group_of(self.ulysses_pg)
+        return super().forward(*unpack("qkv", qkv, 2, 3, groups), *args, **keywords)
 
 
 class AsyncLongContextAttention(LongContextAttention):
@@ -241,13 +256,15 @@ class UlyssesAttention(nn.Module):
         """Attention of this rank's tokens ``[B, T, H, D]``."""
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, group = Tensors(query, key, value), group_of(self.spg)
-        call = settled([group], x.qkv, lambda: checked("contiguous", x, masks, self.attn_type))
-        return attend(call, x, Alone(), group)  # type: ignore[arg-type]
+        call = settled([group], x.qkv, lambda: checked("contiguous", x, masks, self.attn_type, return_attn_probs))
+        return attend(call, x, Alone(group.agreement), group)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
 class Alone:
-    """A ring of one rank: nothing is sent."""
+    """A ring of one rank: nothing is sent. `agreement` is that of the group that heads are exchanged in."""
 
+    agreement: Agreement
     size, rank, copies = 1, 0, False
 
 

@@ -10,6 +10,7 @@ from ring_la import reference
 from ring_la.errors import RingLAError
 from ring_la.integrations import xdit, yunchang
 from tests.support.attention_cases import error
+from tests.support.pool import group
 from tests.support.yunchang_cases import (
     MASKS,
     B,
@@ -66,6 +67,17 @@ def check_ulysses(rank: int) -> list[float]:
 def test_ulysses_stays_in_its_group(ranks):
     """yunchang's UlyssesAttention on PyTorch kernels runs a ring over the whole world inside each group."""
     assert all(e < 1e-9 for errors in ranks.run(4, check_ulysses) for e in errors)
+
+
+def check_ulysses_alone(rank: int) -> float:
+    q, k, v, _ = draw()
+    o = yunchang.UlyssesAttention(group(1))(q, k, v, causal=True)
+    return error(o, truth(draw(), causal=True)[0])
+
+
+def test_ulysses_of_one_rank(ranks):
+    """A group of one was an AttributeError."""
+    assert ranks.run(1, check_ulysses_alone)[0] < 1e-9
 
 
 def check_joint(rank: int, where: str) -> list[float]:
