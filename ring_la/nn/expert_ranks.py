@@ -102,9 +102,9 @@ class ExpertRanks:
         """What must be the same on all ranks, by name."""
         if not is_floats(x, 2):
             raise ArgumentError("x", "a float tensor [N, D]", describe_tensor(x))
-        whole = isinstance(chosen, Tensor) and chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 2
+        whole = isinstance(chosen, Tensor) and chosen.dtype == torch.int64 and chosen.dim() == 2
         if not whole or len(chosen) != len(x) or not chosen.shape[1]:
-            raise ArgumentError("chosen", f"ints [N, k] of N = {len(x)}, k ≥ 1", describe_tensor(chosen))
+            raise ArgumentError("chosen", f"int64 [N, k] of N = {len(x)}, k ≥ 1", describe_tensor(chosen))
         if not is_floats(weights) or weights.shape != chosen.shape:
             raise ArgumentError("weights", f"floats [N, k] = {list(chosen.shape)}", describe_tensor(weights))
         if chosen.numel() and chosen.device.type == "cpu":
