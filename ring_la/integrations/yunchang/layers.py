@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from dataclasses import dataclass
@@ -128,7 +129,17 @@ def _process_groups() -> Any:
     return PROCESS_GROUP
 
 
-class LongContextAttention(nn.Module):
+class WithGroups(nn.Module):
+    """A layer that has process groups, which copies of it share."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo |= {id(x): x for x in vars(self).values() if isinstance(x, dist.ProcessGroup)}
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+class LongContextAttention(WithGroups):
     """Ulysses × ring attention with yunchang's interface.
 
     Args:
@@ -221,7 +232,7 @@ class AsyncLongContextAttention(LongContextAttention):
         super().__init__(scatter_idx, gather_idx, ring_impl_type)
 
 
-class UlyssesAttention(nn.Module):
+class UlyssesAttention(WithGroups):
     """Ulysses attention with yunchang's interface: each rank computes its heads of the whole sequence, alone."""
 
     def __init__(

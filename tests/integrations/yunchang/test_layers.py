@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,6 +80,22 @@ def check_ulysses_alone(rank: int) -> float:
 def test_ulysses_of_one_rank(ranks):
     """A group of one was an AttributeError."""
     assert ranks.run(1, check_ulysses_alone)[0] < 1e-9
+
+
+def check_copies(rank: int) -> None:
+    yunchang.PROCESS_GROUP.RING_PG = yunchang.PROCESS_GROUP.ULYSSES_PG = group(1)
+    for layer in (yunchang.LongContextAttention(), yunchang.UlyssesAttention(group(1)), xdit.LongContextAttention()):
+        other = copy.deepcopy(torch.nn.ModuleList([layer, layer]))
+        assert other[0] is other[1] is not layer
+        assert [id(x) for x in vars(other[0]).values() if isinstance(x, dist.ProcessGroup)] == [
+            id(x) for x in vars(layer).values() if isinstance(x, dist.ProcessGroup)
+        ]
+        assert other[0]._modules is not layer._modules
+
+
+def test_copies_share_the_groups(ranks):
+    """An average of weights is a deep copy of the model, and groups cannot be copied."""
+    ranks.run(1, check_copies)
 
 
 def check_joint(rank: int, where: str) -> list[float]:
