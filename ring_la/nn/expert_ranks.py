@@ -96,6 +96,7 @@ class ExpertRanks:
         entry = agreement.agree("what experts on several ranks are given", said)
         if error is not None:
             raise error
+        assert facts is not None
         self._known[facts] = entry
 
     def _facts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[tuple[str, object], ...]:

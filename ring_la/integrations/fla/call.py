@@ -15,7 +15,7 @@ from ...errors import ArgumentError, UnsupportedError, describe_tensor
 from ...outputs import LinearAttentionOutput
 
 
-class Call(NamedTuple):
+class FlaCall(NamedTuple):
     """What both recurrences have: arguments by upstream's names, and what ring_la's functions take for them."""
 
     q: Tensor

@@ -10,7 +10,7 @@ from ...checks import is_floats
 from ...conv import short_conv
 from ...errors import ArgumentError, UnsupportedError, describe_tensor
 from ...recurrences import gated_delta_rule, kda
-from .call import Call
+from .call import FlaCall
 from .context import together
 
 HARMLESS = {"chunk_size", "chunk_indices", "cu_seqlens_cpu", "disable_recompute", "max_num_seqs", "safe_gate"}
@@ -45,7 +45,7 @@ def chunk_gated_delta_rule(
     Raises:
         ArgumentError, UnsupportedError: by name; as upstream, states with a context.
     """
-    call = Call(q, g, beta, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    call = FlaCall(q, g, beta, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
 
     def prepare() -> tuple[Tensor, Tensor]:
         _refuse(kwargs, {"use_gate_in_kernel", "A_log", "dt_bias"})
@@ -91,7 +91,7 @@ def chunk_kda(
     Raises:
         ArgumentError, UnsupportedError: by name; as upstream, states with a context.
     """
-    call = Call(q, g, beta, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
+    call = FlaCall(q, g, beta, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
 
     def prepare() -> tuple[Tensor, Tensor]:
         _expect_false(return_intermediate_states=return_intermediate_states, use_graph=use_graph)

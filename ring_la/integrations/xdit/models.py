@@ -144,7 +144,7 @@ def _joint(joint_attn_kwargs: dict[str, Any] | None) -> dict[str, Any]:
         check_heads_first(name, x)
     if given.get("joint_strategy") not in ("front", "rear"):
         raise ArgumentError("joint_strategy", "'front' or 'rear' with joint keys", repr(given.get("joint_strategy")))
-    return dict(joint_k=k.transpose(1, 2), joint_v=v.transpose(1, 2), joint=given["joint_strategy"])  # type: ignore[union-attr]
+    return dict(joint_k=k.transpose(1, 2), joint_v=v.transpose(1, 2), joint=given["joint_strategy"])
 
 
 def ulysses_exchange(usp: ModuleType) -> Callable[[Tensor], Tensor]:
