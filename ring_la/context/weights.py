@@ -33,8 +33,7 @@ def agree_on_weights(model: nn.Module, group: Group, validate: str = "first") ->
         return
     known = _met.setdefault(model, WeakSet())
     if group not in known or validate == "always":
-        said = {"parameters": sum(1 for _ in _whole(model)), "sum of their bits": _sum(model)}
-        group.agreement.agree("the weights, of which every rank must have the same", said, HINT)
+        group.agreement.agree("the weights, of which every rank must have the same", _facts(model), HINT)
         known.add(group)
 
 
@@ -44,6 +43,13 @@ def _whole(model: nn.Module) -> Iterator[Tensor]:
         plain = type(p.data) is Tensor and p.layout is torch.strided and not p.is_meta
         if plain and p.element_size() in INTEGERS and not any(hasattr(p, name) for name in IN_PARTS):
             yield p.data
+
+
+def _facts(model: nn.Module) -> dict[str, object]:
+    """What ranks compare, the plain things first."""
+    found = list(_whole(model))
+    dtypes = ", ".join(sorted({str(p.dtype) for p in found}))
+    return {"parameters": len(found), "numbers": sum(p.numel() for p in found), "dtypes": dtypes, "bits": _sum(model)}
 
 
 @torch.no_grad()
