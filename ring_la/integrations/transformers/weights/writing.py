@@ -46,21 +46,21 @@ def save_weights(
     filled = ranks.first(str(folder) if any(folder.glob("*.safetensors")) else "")  # all look before anyone writes
     if filled:
         raise ArgumentError("folder", "one without weights", filled)
-    told = Told(folder, ranks)
-    told.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
+    files = WeightFiles(folder, ranks)
+    files.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
     cast = _cast(dtype)
     state = _once(model)
     groups = _groups(state)
     plan = _cut({n: cast(x) for g in groups for n, x in as_stored(model, _meta(g)).items()}, file_bytes)
-    most = _write_mine(model, told, groups, plan, cast)
+    most = _write_mine(model, files, groups, plan, cast)
     if ranks.index == 0:
-        told.attempt(lambda: _describe(model, folder, plan, dtype))
-    told.meet()
+        files.attempt(lambda: _describe(model, folder, plan, dtype))
+    files.meet()
     return most
 
 
-class Told:
-    """What a rank could not write, which all are told at the end: until then it gathers on, for the others wait for it.
+class WeightFiles:
+    """A folder's files. What a rank cannot write all are told at the end: until then it gathers on, as the others do.
 
     Attributes:
         folder: to write into. ranks: who do.
@@ -89,13 +89,13 @@ class Told:
 
 def _write_mine(
     model: PreTrainedModel,
-    told: Told,
+    files: WeightFiles,
     groups: list[dict[str, Tensor]],
     plan: _Plan,
     cast: Callable[[Tensor], Tensor],
 ) -> int:
     """Gather group by group, keep what is for files of this rank, write each when full; the most bytes kept at once."""
-    held, most, ranks = defaultdict[str, dict[str, Tensor]](dict), 0, told.ranks
+    held, most, ranks = defaultdict[str, dict[str, Tensor]](dict), 0, files.ranks
     for group in groups:
         whole = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in group.items()}
         for name, x in as_stored(model, whole).items():
@@ -105,7 +105,7 @@ def _write_mine(
             held[file][name] = cast(x.detach()).to("cpu", copy=True).contiguous()
             most = max(most, sum(t.nbytes for tensors in held.values() for t in tensors.values()))
             if len(held[file]) == plan.tensors[file]:
-                told.attempt(partial(_write, held.pop(file), told.folder / file))
+                files.attempt(partial(_write, held.pop(file), files.folder / file))
         del whole
     return most
 
