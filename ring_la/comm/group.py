@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, DisagreementError, UnsupportedError
+from ..errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
 from .lookout import device_busy, look_out
@@ -227,6 +227,10 @@ def _shared_number(members: Members, transport: Transport) -> int:
     if members.size == 1:
         return int(mine)
     out = mine.new_empty(members.size, 1)
-    for one in transport.all_gather(out, mine):
-        one.wait()
+    try:
+        for one in transport.all_gather(out, mine):
+            one.wait()
+    except RuntimeError as error:
+        who = f"rank {members.rank} of {members.size} waited for others to make this group"
+        raise PeerError(f"{who}, as all ranks do at the same time. Cause: {str(error).splitlines()[0]}") from error
     return int(out[0])

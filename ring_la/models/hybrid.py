@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..blockwise import by_block, embedding, fixed, linear
 from ..checks import check_split
-from ..context import ContextParallel, ShardedLayout
+from ..context import ContextParallel, ShardedLayout, agree_on_weights
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..nn import RMSNorm, Routing
 from .block import ResidualBlock
@@ -262,6 +262,7 @@ class HybridLM(nn.Module):
                 given = [(f"{name} given", x is not None) for name, x in (("states", states), ("targets", targets))]
                 signature = (("rows of ids", ids.shape[0]), ("total", divided), *given)
             layout.agree("HybridLM", signature, error)
+            agree_on_weights(self, layout.cp.comm, layout.cp.validate)
         elif error is not None:
             raise error
 

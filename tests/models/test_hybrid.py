@@ -25,6 +25,19 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 19, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
+def check_weights(rank: int) -> None:
+    model, layout = make(), ContextParallel(group(), scan="ring").layout(TOKENS)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += rank
+    with pytest.raises(DisagreementError, match=r"the weights, of which every rank must have the same(.|\n)*Seed all"):
+        model.loss(layout.shard(tokens(2, TOKENS)), layout=layout)
+
+
+def test_ranks_with_other_weights_are_told(ranks):
+    """Their loss was plausible, and nobody's."""
+    ranks.run(2, check_weights)
+
+
 def check_loss(rank: int, cu: list[int] | None, own_targets: bool) -> None:
     cp = ContextParallel(group())
     layout = cp.layout(TOKENS, cu_seqlens=cu)
