@@ -11,20 +11,20 @@ import pytest
 from ring_la import ContextParallel, DisagreementError, capture
 from ring_la.serving import Ended, Engine, Event, Failed, Hybrid, NoText, decoding, static, static_step
 from ring_la.serving.ranks import Ranks, What, Word
-from tests.serving.engines import LONG, Asked, prompt, serve, truth
-from tests.support.generation import WHOLE, make
+from tests.serving.engines import FIXED, LONG, Asked, prompt, serve, truth
+from tests.support.generation import make
 from tests.support.pool import group
-
-FIXED = (*WHOLE, "mla")
-"""Layers that have no states of fixed addresses."""
+from tests.support.step_graphs import Recorded, standing
 
 
 @contextmanager
-def words(hold: float = 1e9) -> Iterator[list[Word]]:
-    """Steps go ahead, for so many seconds at a word; the words that rank 0 says."""
+def words(hold: float = 1e9, graphs: bool = True) -> Iterator[list[Word]]:
+    """Steps go ahead, for so many seconds at a word, and are graphs; the words that rank 0 says."""
     said: list[Word] = []
     tell = Ranks.tell
     with pytest.MonkeyPatch.context() as patch:
+        if graphs:
+            standing(patch.setattr, Recorded)
         patch.setattr(static, "goes_ahead", lambda device: True)
         patch.setattr(decoding, "HOLD", hold)
         patch.setattr(Ranks, "tell", lambda ranks, word: said.append(word) or tell(ranks, word))
@@ -129,7 +129,7 @@ def test_tokens_that_cannot_be_chosen_fail_their_requests_behind_the_word(ranks)
 def check_step(rank: int, where: tuple[int, ...]) -> tuple[str, list[str], list[list[int]]]:
     """The fourth step fails on some ranks, between two words, behind its messages."""
     jobs, steps, raised = [Asked(prompt(7), 9), Asked(prompt(5), 4)], [], ""
-    with words():
+    with words(graphs=False):  # whose messages wait for a rank that does not come, here, where no thread gives them up
         engine = server(split(timeout=20))
         step = engine.batch.go_ahead
 
