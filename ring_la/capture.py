@@ -35,6 +35,8 @@ from .surroundings import Snapshot, Surroundings
 AS_FAR = "as far as the end of its capture"
 """What ranks that compare how their captures went say to those that are elsewhere."""
 
+SETTLE = 2.0
+"""Seconds that a step takes to end after the process of a rank that has done its part, at most."""
 IN_FLIGHT = 2
 """Replays that may wait on the device before a call waits for the oldest."""
 HINT = "What waits for the device, or decides by its values, belongs outside of the step"
@@ -275,12 +277,19 @@ class CapturedStep:
         Raises:
             PeerError: as in `wait`.
         """
-        start, comm = time.monotonic(), None if self._cp is None else self._cp.comm
+        start = alive = time.monotonic()
+        comm, died = None if self._cp is None else self._cp.comm, None
         with nullcontext() if comm is None else comm.waiting():
             while not event.query():
+                now = time.monotonic()
                 if comm is not None:
                     comm.refuse_late("the end of a captured step")
-                if time.monotonic() > start + self._seconds:
+                    if died is None:
+                        alive, died = now, comm.died() if now > start + SETTLE else None
+                    elif now > alive + SETTLE:  # what it had sent is here
+                        comm.give_up(died)
+                        raise died
+                if now > start + self._seconds:
                     late = TimeoutError(f"a captured step has not ended within {self._seconds:g} s")
                     raise late if comm is None else comm.watch.error("running a captured step", late)
                 time.sleep(20e-6)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, DisagreementError, UnsupportedError
+from ..errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
 from .lookout import device_busy, look_out
@@ -134,6 +134,17 @@ class Group(Members):
                 f" from {self.names(elsewhere)}\nIts numbers are NaN here; a replayed graph sends as it was captured"
             )
         self.watch.refuse_late(what, late)
+
+    def died(self) -> PeerError | None:
+        """What to raise where the host waits for its GPU, and a rank of its host has died; None: nobody has."""
+        return None if self.agreement.calls is None else self.agreement.calls.died()
+
+    def give_up(self, error: PeerError) -> None:
+        """Messages under way will not come, for an error that every later call raises."""
+        if self.agreement.calls is not None:
+            self.agreement.calls.give_up(error)
+        if self.on_cuda:
+            self.group.abort()
 
     def put_by_kernel(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
