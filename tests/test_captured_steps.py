@@ -350,7 +350,7 @@ def test_ranks_elsewhere_are_told_at_once(ranks):
     ("wrong", "said"),
     [
         (lambda x: x * x.sum().item(), "item: the host would wait"),
-        (lambda x: x + torch.tensor([1.0, 2.0]), "tensor: the host would wait"),
+        (lambda x: x + torch.tensor([1.0, 2.0], device=x.device), "tensor: the host would wait"),
         (lambda x: x[[1, 0]], "__getitem__: the host would wait"),
         (lambda x: x[x > 0], "index within a graph: the host would wait"),
     ],

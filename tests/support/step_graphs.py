@@ -54,21 +54,25 @@ class Repeating(Stand):
 
 READS = (
     ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2", "bincount"),
-    ("tolist", "item", "numpy", "cpu", "tensor", "as_tensor", "new_tensor"),
+    ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"),
 )
-"""Operators, and functions of PyTorch, for which the host waits for the device, or brings it something."""
+"""Operators, and functions of PyTorch, for which the host waits for the device."""
+GIVES = ("tensor", "as_tensor", "new_tensor", "__getitem__", "__setitem__")
+"""Functions by which it brings the device numbers in a list; of the first two where they are asked for there."""
 
 
 class Apart(TorchFunctionMode):
-    """What runs within leaves the host and the device alone with theirs: on a GPU nothing in it waits."""
+    """What runs within leaves the host and the device alone with theirs: on a GPU nothing in it waits. A tensor that is
+    made for the host, by the word "cpu", would be brought to the device later."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        read = name in READS[1] or (name in ("__bool__", "__int__", "__float__", "__index__"))
-        listed = name in ("__getitem__", "__setitem__") and any(
-            isinstance(x, list) for x in pytree.tree_leaves(args[1], is_leaf=lambda x: isinstance(x, list))
-        )
-        if read or listed or kwargs.get("device") == "cpu":
+        gives = name in GIVES
+        if name in GIVES[:2]:
+            gives = kwargs.get("device") is not None
+        elif name in GIVES[3:]:
+            gives = any(isinstance(x, list) for x in (args[1] if isinstance(args[1], tuple) else args[1:2]))
+        if name in READS[1] or gives or kwargs.get("device") == "cpu":
             raise RuntimeError(f"{name}: the host would wait for the device")
         return function(*args, **kwargs)
 
