@@ -10,20 +10,20 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 from ring_la import ContextParallel, PeerError
 from ring_la.inference import generate
-from ring_la.serving import Engine, Event, Hybrid, NoText, decoding
+from ring_la.serving import Engine, Hybrid, NoText, decoding
 from ring_la.serving.ranks import Ranks as Line
 from ring_la.serving.ranks import What, Word
 from ring_la.serving.static import StaticBatch
-from tests.serving.engines import Asked, serve
 from tests.support import pool
 from tests.support.pool import Ranks
-from tests.support.serving import make, prompt
+from tests.support.serving import Timed, answer, make, prompt
 
 SIZES = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2, 4)]
 TWO = [pytest.param(2, id="P2", marks=pytest.mark.gpu(needs=2))]
@@ -70,31 +70,25 @@ def noted(hold: float) -> Iterator[tuple[list[Word], list[str], list[tuple[int, 
         yield said, waits, seats
 
 
-def check_ahead(
-    rank: int, kinds: list[str], options: dict
-) -> tuple[list[list[list[Event]]], list[int], list[str], bool]:
-    """Events of each request by plain steps, by graphs with a word a step, and with words for many; how many words had
-    steps; what they waited for; whether seats were ever in another order."""
+Told = tuple[list[int], list[float]]
+"""A request's tokens, and what the model said of each where that is asked for."""
+
+
+def check_ahead(rank: int, options: dict[str, Any]) -> tuple[list[list[Told]], list[int], list[str], bool]:
+    """What each request was told by plain steps, by graphs with a word a step, and with words for many; how many words
+    had steps; what was waited for; whether seats were ever in another order."""
     cp = ContextParallel(pool.group(), validate="never", timeout=60)
-    served, events, words, waits, mixed = Hybrid(make(256, 4, kinds, torch.float32)), [], [], [], False
-    asked = [(5, 20), (300, 90), (37, 60), (3, 80), (64, 40)]
+    served = Hybrid(make(256, 4, ["gdn", "fox", "mamba2", "attention"], torch.float32))
+    asked, told, words, waits, mixed = [(5, 20), (300, 90), (37, 60), (3, 80), (64, 40)], [], [], [], False
     for captured, hold in ((False, 0.0), (True, 0.0), (True, 0.05)):
-        jobs = [Asked(prompt(length), n, **options) for length, n in asked]
+        jobs = [Timed(prompt(length), n, **options) for length, n in asked]
         with noted(hold) as (heard, found, seats):
-            serve(Engine(served, NoText(), cp, batch=3, patience=90, capture=captured), jobs)
-        events.append([job.events for job in jobs])
+            answer(Engine(served, NoText(), cp, batch=3, patience=90, capture=captured), jobs)
+        told.append([(job.tokens, job.logprobs) for job in jobs])
         words.append(sum(word.what in (What.AHEAD, What.STEP) for word in heard))
         waits += found
         mixed |= any(each != tuple(range(len(each))) for each in seats)
-    return events, words, waits, mixed
-
-
-def tokens(events: list[list[Event]]) -> list[list[int]]:
-    return [[e.token for e in each if hasattr(e, "token")] for each in events]
-
-
-def said(events: list[list[Event]]) -> list[list[float]]:
-    return [[e.said.logprob for e in each if getattr(e, "said", None)] for each in events]
+    return told, words, waits, mixed
 
 
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "drawn"])
@@ -102,15 +96,16 @@ def said(events: list[list[Event]]) -> list[list[float]]:
 def test_many_steps_at_a_word(servers, options, record_property):
     """Tokens are those of a word a step and of plain steps, and so is what is said of them, up to the rounding of
     batches of other sizes; behind the captures no host waits for its GPU but for tokens."""
-    found = servers.run(servers.size, check_ahead, ["gdn", "fox", "mamba2", "attention"], options, timeout=240)
+    found = servers.run(servers.size, check_ahead, options, timeout=240)
     (plain, one, many), words, _, mixed = found[0]
     record_property("words", words)
-    assert [len(each) for each in tokens(many)] == [20, 90, 60, 80, 40], [each[-1] for each in many]
-    assert tokens(many) == tokens(one) == tokens(plain)
-    for ours, theirs in zip(said(many), said(plain), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-3)
+    assert [len(tokens) for tokens, _ in many] == [20, 90, 60, 80, 40]
+    for ours in (one, many):
+        assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in plain]
+        for (_, mine), (_, theirs) in zip(ours, plain, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3)
     assert mixed
-    assert [each for _, _, each, _ in found] == [[]] * len(found)
+    assert [waits for _, _, waits, _ in found] == [[]] * len(found)
     if servers.size > 1:
         assert words[2] < words[1]
 
@@ -120,11 +115,10 @@ def check_layers(rank: int) -> list[tuple[str, list[int], list[int], int, str]]:
     out = []
     for kind in ("mlstm", "lightnet", "abc"):
         model = make(128, 2, [kind, "attention"], torch.float32)
-        serve(
-            engine := Engine(Hybrid(model), NoText(), batch=2, patience=90, capture=True), [job := Asked(prompt(9), 12)]
-        )
+        engine, job = Engine(Hybrid(model), NoText(), batch=2, patience=90, capture=True), Timed(prompt(9), 12)
+        answer(engine, [job])
         want = generate(model, torch.tensor([prompt(9)], device="cuda"), 12)[0].tolist()
-        out.append((kind, job.tokens, want, engine.batch.graphs, str(job.events[-1])))
+        out.append((kind, job.tokens, want, engine.batch.graphs, str(job.end)))
     return out
 
 
@@ -150,11 +144,11 @@ def check_death(rank: int) -> tuple[str, float, str]:
         go_ahead(send)
 
     engine.batch.go_ahead = dying
-    job = Asked(prompt(9), 100_000)
+    job = Timed(prompt(9), 100_000)
     try:
-        serve(engine, [job])
+        answer(engine, [job])
     except PeerError as error:
-        return str(error), time.monotonic() - began, str(job.events[-1:])
+        return str(error), time.monotonic() - began, str(job.end)
     raise AssertionError("nobody died")
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from ring_la.models import hybrid
-from ring_la.serving import static
+from ring_la.serving import Engine, NoText, static
 from ring_la.serving.ahead import OnTheWay
+from ring_la.serving.pretrained import Pretrained
 from ring_la.serving.static import StaticBatch
 from tests.support.step_graphs import Apart, Recorded, standing
 
@@ -94,3 +98,15 @@ def test_seats_that_nobody_has_stay_where_they_are(monkeypatch):
     serve(served, jobs[:3])
     assert served.batch._keys.length.tolist() == served.batch._keys.here.tolist() == 4 * [0]
     assert [job.tokens for job in jobs[:3]] == [truth(job.request.ids, job.request.max_tokens) for job in jobs[:3]]
+
+
+def test_a_seat_that_nobody_has_is_at_a_place_that_the_model_knows():
+    """Behind as many steps as there are places: of a table of them a GPU would end the process."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=97, n_positions=12, n_embd=16, n_layer=1, n_head=2, eos_token_id=None)
+    served = Pretrained(transformers.GPT2LMHeadModel(config), None)
+    jobs = [Asked([1, 2, 3], n) for n in (2, 9, 9, 9)]
+    serve(Engine(served, NoText(), batch=3, capture=True, patience=60), jobs)
+    assert [len(job.tokens) for job in jobs] == [2, 9, 9, 9], [job.events[-1] for job in jobs]
+    assert jobs[1].tokens == jobs[2].tokens == jobs[3].tokens

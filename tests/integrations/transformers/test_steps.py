@@ -9,15 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from ring_la.inference import KeySize
 from ring_la.integrations.transformers.sequences import Sequences
 from ring_la.keystore.static import StaticKeys, StaticRows
 from ring_la.nn import KVCache, LayerState
-from ring_la.serving import Engine, NoText
-from ring_la.serving.pretrained import Pretrained
-from tests.serving.engines import Asked, serve
 from tests.support.transformers_models import CASES, VOCABULARY
 
 VIEWS = set("view transpose unsqueeze slice select expand t split permute as_strided _unsafe_view detach alias".split())
@@ -86,14 +82,3 @@ def test_a_step_asks_the_device_for_nothing(name):
     assert not READS & set(ours.found)
     assert ours.found["grouped_rows"] > 0
     assert ours.found.total() < 0.7 * theirs.found.total()
-
-
-def test_a_row_that_nobody_has_stays_at_a_place_that_the_model_knows():
-    """Behind as many steps as there are places: of a table of them a GPU would end the process."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=97, n_positions=12, n_embd=16, n_layer=1, n_head=2, eos_token_id=None)
-    served = Pretrained(GPT2LMHeadModel(config), None)
-    jobs = [Asked([1, 2, 3], n) for n in (2, 9, 9, 9)]
-    serve(Engine(served, NoText(), batch=3, capture=True, patience=60), jobs)
-    assert [len(job.tokens) for job in jobs] == [2, 9, 9, 9], [job.events[-1] for job in jobs]
-    assert jobs[1].tokens == jobs[2].tokens == jobs[3].tokens
