@@ -28,6 +28,7 @@ from .comm import Entry
 from .context import ContextParallel
 from .context.arguments import duration
 from .errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
+from .kept import for_a_graph
 from .step_calls import hashable, known, own_copy, refuse_elsewhere, refuse_outside, repeated, version, ways
 from .step_graph import StepStream, reason
 from .surroundings import Snapshot, Surroundings
@@ -86,7 +87,7 @@ def capture(
 @dataclass
 class Kind:
     """Calls that one graph is for: how many there were, what ranks compare of each, and once it is captured the graph,
-    the tensors it reads, what it returns, and what it takes for granted."""
+    the tensors it reads, what it returns, what it takes for granted, and tables that it reads of caches."""
 
     calls: int = 0
     entry: Entry | None = None
@@ -94,6 +95,7 @@ class Kind:
     inputs: list[Tensor] = field(default_factory=list)
     output: Any = None
     around: Snapshot | None = None
+    tables: list[Any] = field(default_factory=list)
 
 
 class CapturedStep:
@@ -163,7 +165,7 @@ class CapturedStep:
         for kind in self.kinds.values():
             if kind.graph is not None:
                 kind.graph.reset()
-            kind.calls, kind.graph, kind.inputs, kind.output, kind.around = 0, None, [], None, None
+            kind.calls, kind.graph, kind.inputs, kind.output, kind.around, kind.tables = 0, None, [], None, None, []
 
     # -- kinds ---------------------------------------------------------------------------------------------
 
@@ -223,10 +225,10 @@ class CapturedStep:
         args, keywords = pytree.tree_unflatten(own, structure)
         for event in stream.ends():  # here, where a rank that is late is named, since a capture waits without end
             self.finish(event)
-        around, error, made = self._around.snapshot(), None, None
+        around, error, made, tables = self._around.snapshot(), None, None, []
         versions = [version(x) for x in own]
         try:
-            with around:
+            with around, for_a_graph() as tables:
                 made = stream.write(lambda: self._step(*args, **keywords))
             refuse_outside(made[1], own, versions)
             around.close()
@@ -235,7 +237,7 @@ class CapturedStep:
         self._refuse(error)
         assert made is not None  # nothing was refused
         kind.inputs, kind.around = [x for x in own if isinstance(x, Tensor)], around
-        kind.graph, kind.output = made
+        (kind.graph, kind.output), kind.tables = made, tables
 
     def _refuse(self, error: Exception | None) -> None:
         """Raise on every rank why one cannot capture, if one cannot."""

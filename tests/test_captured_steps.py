@@ -19,6 +19,7 @@ import torch
 
 import ring_la
 from ring_la.capture import CapturedStep
+from ring_la.kernels.fenwick.table import table_of
 from ring_la.step_graph import StepStream, changed, drawn
 from tests.support.pool import group
 from tests.support.step_graphs import Recorded, Repeating, standing
@@ -378,3 +379,16 @@ def test_the_stand_in_repeats_operators_and_no_python(monkeypatch):
     assert outs[3].tolist() == [15 + 3, 15 + 3]
     with pytest.raises(ring_la.UnsupportedError, match="numbers that nobody keeps"):
         calls(ring_la.capture(lambda x: x + held.pop()), torch.ones(2))
+
+
+def test_a_graph_keeps_the_tables_that_a_cache_forgets(monkeypatch):
+    """Calls of other lengths between two replays, as prompts of a server are, are more than the cache has room for."""
+    standing(monkeypatch.setattr, Recorded)
+    step = ring_la.capture(lambda x: x + table_of((0, 7, 0), 4, x.device)[0].sum())
+    calls(step, x := torch.zeros(2))
+    want = x + table_of((0, 7, 0), 4, x.device)[0].sum()
+    for n in range(300):
+        table_of((0, 100 + n, 0), 4, x.device)
+    assert step(x).equal(want)
+    step.release()
+    assert not any(kind.tables for kind in step.kinds.values())

@@ -127,6 +127,7 @@ class Tape(TorchDispatchMode):
 
     def replay(self):
         self._replays += 1
+        self.refuse_forgotten()
         for op, args, kwargs, out in self._calls if self._replays > 1 else ():  # the capture has done it once
             with torch.no_grad():
                 again = op(*args, **kwargs)
