@@ -7,7 +7,7 @@
     rows.begin(4, 256)                              a step of 4 rows, whose tokens are in the first 256 columns
     o = keys.decode(q, k, v)                        in each layer
     rows.advance()
-    rows.leave(2)                                   nobody has the third row any more
+    rows.leave([2])                                 nobody has the third row any more
 
 What differs from step to step is in tensors: how many tokens a sequence has, where they stand, which rank takes the
 next one. All rows of a step are read as far as the longest, so this is for sequences of about one length. A column more
@@ -16,6 +16,8 @@ steps go over it, so its place is one that every model knows, and it reads nothi
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -62,10 +64,11 @@ class StaticRows:
         self.position[row] = -1
         self.position[row, : len(positions)] = positions.to(self.position.device)
 
-    def leave(self, row: int) -> None:
-        """Row `row` is nobody's."""
+    def leave(self, rows: Sequence[int]) -> None:
+        """These rows are nobody's."""
+        at = torch.tensor(rows, dtype=torch.int64, device=self.length.device)
         for x in (self.length, self.here, self._gets, self._room):
-            x[row] = 0
+            x.index_fill_(0, at, 0)
 
     def take_over(self, old: StaticRows) -> None:
         """Have the sequences of a smaller one."""

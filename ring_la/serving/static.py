@@ -125,8 +125,7 @@ class StaticBatch(Batch):
             self._logits, self._choice = self._logits[at], self._choice[at]
             self.rows = [self.rows[i] for i in rows]
             stay = [self._seats[i] for i in rows]
-            for seat in set(self._seats) - set(stay):
-                self._keys.leave(seat)
+            self._keys.leave([seat for seat in self._seats if seat not in stay])
             self._sit(stay)
 
     def _sit(self, seats: list[int]) -> None:
