@@ -135,6 +135,17 @@ class Group(Members):
             )
         self.watch.refuse_late(what, late)
 
+    def died(self) -> PeerError | None:
+        """What to raise where the host waits for its GPU, and a rank of its host has died; None: nobody has."""
+        return None if self.agreement.calls is None else self.agreement.calls.died()
+
+    def give_up(self, error: PeerError) -> None:
+        """Messages under way will not come, for an error that every later call raises."""
+        if self.agreement.calls is not None:
+            self.agreement.calls.give_up(error)
+        if self.on_cuda:
+            self.group.abort()
+
     def put_by_kernel(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
         self.refuse_late("sending")
