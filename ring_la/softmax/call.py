@@ -65,9 +65,16 @@ def _sum_over_tokens(layout: ShardedLayout, rows: Tensor, like: Tensor) -> Tenso
     return part_of(exact_sum(rows, layout, OF_TOKENS), layout, like)
 
 
+LEAST_BLOCK = 16
+"""Keys that a choice may stand for, however few there are."""
+
+
 def _within(scores: Scores, keys: int) -> Scores:
-    """The same where a choice stands for more keys than there are: kernels go through all of a block."""
-    most = max(16, 1 << (keys - 1).bit_length()) if keys else 1
+    """The same where a choice stands for more keys than there are: kernels go through all of a block. Not in a graph,
+    which is for all lengths."""
+    if scores.block <= LEAST_BLOCK or torch.compiler.is_compiling():
+        return scores
+    most = max(LEAST_BLOCK, 1 << (keys - 1).bit_length()) if keys else 1
     return scores if scores.block <= most else scores._replace(block=most)
 
 
