@@ -28,6 +28,7 @@ from .comm import Entry
 from .context import ContextParallel
 from .context.arguments import duration
 from .errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
+from .kept import for_a_graph
 from .step_calls import hashable, known, own_copy, refuse_elsewhere, refuse_outside, repeated, version, ways
 from .step_graph import StepStream, reason
 from .surroundings import Snapshot, Surroundings
@@ -35,6 +36,8 @@ from .surroundings import Snapshot, Surroundings
 AS_FAR = "as far as the end of its capture"
 """What ranks that compare how their captures went say to those that are elsewhere."""
 
+SETTLE = 2.0
+"""Seconds that a step takes to end after the process of a rank that has done its part, at most."""
 IN_FLIGHT = 2
 """Replays that may wait on the device before a call waits for the oldest."""
 HINT = "What waits for the device, or decides by its values, belongs outside of the step"
@@ -84,7 +87,7 @@ def capture(
 @dataclass
 class Kind:
     """Calls that one graph is for: how many there were, what ranks compare of each, and once it is captured the graph,
-    the tensors it reads, what it returns, and what it takes for granted."""
+    the tensors it reads, what it returns, what it takes for granted, and tables that it reads of caches."""
 
     calls: int = 0
     entry: Entry | None = None
@@ -92,6 +95,7 @@ class Kind:
     inputs: list[Tensor] = field(default_factory=list)
     output: Any = None
     around: Snapshot | None = None
+    tables: list[Any] = field(default_factory=list)
 
 
 class CapturedStep:
@@ -161,7 +165,7 @@ class CapturedStep:
         for kind in self.kinds.values():
             if kind.graph is not None:
                 kind.graph.reset()
-            kind.calls, kind.graph, kind.inputs, kind.output, kind.around = 0, None, [], None, None
+            kind.calls, kind.graph, kind.inputs, kind.output, kind.around, kind.tables = 0, None, [], None, None, []
 
     # -- kinds ---------------------------------------------------------------------------------------------
 
@@ -221,10 +225,10 @@ class CapturedStep:
         args, keywords = pytree.tree_unflatten(own, structure)
         for event in stream.ends():  # here, where a rank that is late is named, since a capture waits without end
             self.finish(event)
-        around, error, made = self._around.snapshot(), None, None
+        around, error, made, tables = self._around.snapshot(), None, None, []
         versions = [version(x) for x in own]
         try:
-            with around:
+            with around, for_a_graph() as tables:
                 made = stream.write(lambda: self._step(*args, **keywords))
             refuse_outside(made[1], own, versions)
             around.close()
@@ -233,7 +237,7 @@ class CapturedStep:
         self._refuse(error)
         assert made is not None  # nothing was refused
         kind.inputs, kind.around = [x for x in own if isinstance(x, Tensor)], around
-        kind.graph, kind.output = made
+        (kind.graph, kind.output), kind.tables = made, tables
 
     def _refuse(self, error: Exception | None) -> None:
         """Raise on every rank why one cannot capture, if one cannot."""
@@ -275,12 +279,19 @@ class CapturedStep:
         Raises:
             PeerError: as in `wait`.
         """
-        start, comm = time.monotonic(), None if self._cp is None else self._cp.comm
+        start = alive = time.monotonic()
+        comm, died = None if self._cp is None else self._cp.comm, None
         with nullcontext() if comm is None else comm.waiting():
             while not event.query():
+                now = time.monotonic()
                 if comm is not None:
                     comm.refuse_late("the end of a captured step")
-                if time.monotonic() > start + self._seconds:
+                    if died is None:
+                        alive, died = now, comm.died() if now > start + SETTLE else None
+                    elif now > alive + SETTLE:  # what it had sent is here
+                        comm.give_up(died)
+                        raise died
+                if now > start + self._seconds:
                     late = TimeoutError(f"a captured step has not ended within {self._seconds:g} s")
                     raise late if comm is None else comm.watch.error("running a captured step", late)
                 time.sleep(20e-6)

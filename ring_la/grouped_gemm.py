@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_la.autograd import refuse_transforms
 from ring_la.choices import GroupedBackend
-from ring_la.errors import ArgumentError, UnsupportedError
+from ring_la.errors import ArgumentError, UnsupportedError, describe_tensor
 from ring_la.kernels.grouped import GroupedProduct, check_name, choose, load
 
 __all__ = ["grouped_gemm"]
@@ -89,8 +89,8 @@ def _grouped_list(a: object, b: object, group_sizes: object, backend: GroupedBac
 
 def _check_pair(i: int, x: Any, y: Any) -> None:
     for name, z, form in ((f"a[{i}]", x, "[M, K]"), (f"b[{i}]", y, "[K, N]")):
-        if not isinstance(z, Tensor) or z.dim() != 2:
-            raise ArgumentError(name, f"a tensor {form}", _shape(z))
+        if not isinstance(z, Tensor) or z.dim() != 2 or z.layout is not torch.strided:
+            raise ArgumentError(name, f"a dense tensor {form}", describe_tensor(z))
         if not z.dtype.is_floating_point:
             raise ArgumentError(name, "a floating-point dtype", z.dtype)
     if x.device != y.device:
@@ -107,8 +107,8 @@ def _shape(x: object) -> str:
 
 def _operands(a: object, b: object) -> tuple[Tensor, Tensor]:
     for name, x, dims, form in (("a", a, 2, "[M, K]"), ("b", b, 3, "[G, K, N]")):
-        if not isinstance(x, Tensor) or x.dim() != dims:
-            raise ArgumentError(name, f"a tensor {form}", _shape(x))
+        if not isinstance(x, Tensor) or x.dim() != dims or x.layout is not torch.strided:
+            raise ArgumentError(name, f"a dense tensor {form}", describe_tensor(x))
         if not x.dtype.is_floating_point:
             raise ArgumentError(name, "a floating-point dtype", x.dtype)
     assert isinstance(a, Tensor)

@@ -3,8 +3,9 @@ asks first, training may read them later."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,6 +26,39 @@ def plain(make: Callable[P, T]) -> Callable[P, T]:
             return make(*args, **keywords)
 
     return made
+
+
+_written: list[list[Any]] = []
+"""Of each graph that is being written, what caches gave it."""
+
+
+@contextlib.contextmanager
+def for_a_graph() -> Iterator[list[Any]]:
+    """What `recent` functions give within, for the graph that is written to keep as long as it reads their memory."""
+    _written.append([])
+    try:
+        yield _written[-1]
+    finally:
+        _written.pop()
+
+
+def recent(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A cache of as many results with tensors, the latest ones (`functools.lru_cache`). A graph (`for_a_graph`) keeps
+    those that it reads, which the cache forgets: no replay asks for them."""
+
+    def decorate(make: Callable[P, T]) -> Callable[P, T]:
+        known = functools.lru_cache(maxsize=most)(plain(make))
+
+        @functools.wraps(make)
+        def found(*of: P.args, **keywords: P.kwargs) -> T:
+            out = known(*of, **keywords)  # type: ignore[arg-type]
+            for tables in _written:
+                tables.append(out)
+            return out
+
+        return found
+
+    return decorate
 
 
 def once(make: Callable[[S], T]) -> functools.cached_property[T]:

@@ -106,6 +106,9 @@ class Layout:
         self.multiple_of, self.of_documents, self.window = multiple_of, of_documents, window
         self.packed = cu_seqlens is not None
         self.cu_seqlens = (0, seq_len) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, seq_len)
+        # ints and not counted when asked for: torch.compile would have a graph for each length of the tuple
+        self.num_documents = len(self.cu_seqlens) - 1
+        self.num_successors = seq_len - sum(a < b for a, b in zip(self.cu_seqlens, self.cu_seqlens[1:]))
 
     def __repr__(self) -> str:
         documents = f", {self.num_documents} documents" if self.packed else ""
@@ -130,10 +133,6 @@ class Layout:
         return (self.split, self.packed, self.cu_seqlens)
 
     # -- segments and pieces -------------------------------------------------------------------------------
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.cu_seqlens) - 1
 
     @property
     def has_runs(self) -> bool:

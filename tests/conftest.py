@@ -11,6 +11,8 @@ import torch
 
 if not torch.cuda.is_available():  # before anything imports Triton, which looks once
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# before anything imports the compiler: of symbolic sizes, finding results again takes less time than keeping them
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import tests.support.without_fla  # noqa: F401
 from tests.support.pool import Ranks

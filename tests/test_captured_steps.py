@@ -19,9 +19,10 @@ import torch
 
 import ring_la
 from ring_la.capture import CapturedStep
+from ring_la.kernels.fenwick.table import table_of
 from ring_la.step_graph import StepStream, changed, drawn
 from tests.support.pool import group
-from tests.support.step_graphs import Repeating, standing
+from tests.support.step_graphs import Recorded, Repeating, standing
 
 PATIENCE = 5
 
@@ -344,3 +345,50 @@ def test_ranks_elsewhere_are_told_at_once(ranks):
     for r, (said, seconds) in enumerate(ranks.run(3, check_told_at_once)):
         assert "odd" in said if r == 1 else "as far as the end of its capture" in said or "disagree" in said
         assert seconds < PATIENCE / 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda x: x * x.sum().item(), "item: the host would wait"),
+        (lambda x: x + torch.tensor([1.0, 2.0], device=x.device), "tensor: the host would wait"),
+        (lambda x: x[[1, 0]], "__getitem__: the host would wait"),
+        (lambda x: x[x > 0], "index within a graph: the host would wait"),
+    ],
+)
+def test_the_stand_in_refuses_what_a_graph_cannot(monkeypatch, wrong, said):
+    standing(monkeypatch.setattr, Recorded)
+    with pytest.raises(ring_la.UnsupportedError, match=said):
+        calls(ring_la.capture(wrong), torch.ones(2))
+
+
+def test_the_stand_in_repeats_operators_and_no_python(monkeypatch):
+    """Its memory is one for all replays; what the host decided stays decided, and memory that is gone is refused."""
+    standing(monkeypatch.setattr, Recorded)
+    total, numbers, held = torch.zeros(2), iter(range(99)), [torch.full((2,), float(n)) for n in range(5)]
+
+    def taken(x):
+        total.add_(x)
+        return total + next(numbers)
+
+    step, outs = ring_la.capture(taken), []
+    for n in range(6):
+        outs.append(step(torch.full((2,), float(n))))
+    assert [x[0].item() for x in outs[:3]] == [0, 2, 5]  # by Python: 0, 1, 3 and a number
+    assert all(x is outs[3] for x in outs[3:])
+    assert outs[3].tolist() == [15 + 3, 15 + 3]
+    with pytest.raises(ring_la.UnsupportedError, match="numbers that nobody keeps"):
+        calls(ring_la.capture(lambda x: x + held.pop()), torch.ones(2))
+
+
+def test_a_graph_keeps_the_tables_that_a_cache_forgets(monkeypatch):
+    """Calls of other lengths between two replays, as prompts of a server are, are more than the cache has room for."""
+    standing(monkeypatch.setattr, Recorded)
+    step = ring_la.capture(lambda x: x + table_of((0, 7, 0), 4, x.device)[0].sum())
+    calls(step, x := torch.zeros(2))
+    want = x + table_of((0, 7, 0), 4, x.device)[0].sum()
+    for n in range(300):
+        table_of((0, 100 + n, 0), 4, x.device)
+    assert step(x).equal(want)
+    step.release()
+    assert not any(kind.tables for kind in step.kinds.values())

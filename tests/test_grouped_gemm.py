@@ -221,6 +221,9 @@ A, B, S = torch.ones(5, 4), torch.ones(2, 4, 3), torch.tensor([2, 3])
     [
         ("a", (torch.ones(5), B, S)),
         ("a", (A.int(), B.int(), S)),
+        ("a", (A.to_sparse(), B, S)),
+        ("b", (A, B.to_sparse(), S)),
+        ("a[0]", ([A.to_sparse()], [B[0]])),
         ("b", (A, torch.ones(4, 3), S)),
         ("b", (A, B.mT, S)),
         ("b", (A, B.double(), S)),
@@ -250,6 +253,8 @@ def test_wrong_arguments_are_named(name, arguments):
 def test_wrong_backends_are_named():
     with pytest.raises(ArgumentError, match="backend: expected 'auto' or one of"):
         grouped_gemm(A, B, S, backend="cublas")
+    with pytest.raises(ArgumentError, match="backend: expected 'auto' or one of"):
+        grouped_gemm(A, B, S, backend=["torch"])
     with pytest.raises(UnsupportedError, match=r"16 bytes.*These can: \['loop'"):
         grouped_gemm(A, B, S, backend="torch")
     with pytest.raises(UnsupportedError, match=r"These can: .*'loop'"):

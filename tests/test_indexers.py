@@ -203,6 +203,30 @@ def test_what_one_rank_does_wrong_all_refuse_by_name(ranks):
     assert ranks.run(2, check_refusals) == [[], []]
 
 
+def check_pool(rank: int) -> None:
+    layout, x = ring_la.ContextParallel(group(2), scan="ring").layout(T, cu_seqlens=CU), draw()
+    q, k, refused = layout.shard(x["q"]), layout.shard(x["k"]), (ring_la.ArgumentError, ring_la.DisagreementError)
+    for wrong in (lambda means, first: means[:, :1], 3, lambda means, first: None):
+        pool = wrong if rank else lambda means, first: means
+        with pytest.raises(refused, match="pool: expected None or a function"):
+            full_block_index(q, k, SIZE, TOPK, pool=pool, layout=layout)
+
+
+def test_a_pool_that_makes_something_else_is_refused(ranks):
+    """One row of means for all blocks was spread over them."""
+    ranks.run(2, check_pool, timeout=30)
+
+
+def test_the_loss_passes_over_places_that_there_are_not():
+    rng = torch.Generator().manual_seed(0)
+    q, k, w, aq, ak = (torch.randn(1, 6, *s, generator=rng) for s in ((2, 4), (4,), (2,), (2, 4), (1, 4)))
+    chosen = torch.arange(6)[:, None] - torch.arange(4)
+    far = torch.where(chosen < 0, 1 << 40, chosen)[None, :, None]
+    assert torch.equal(lightning_loss(q, k, w, far, aq, ak), lightning_loss(q, k, w, chosen[None, :, None], aq, ak))
+    with pytest.raises(ring_la.ArgumentError, match=r"^attention_k: "):
+        lightning_loss(q, k, w, far, aq, ak[:, :, :0])
+
+
 def full_blocks(x: dict[str, Tensor]) -> list[set[int]]:
     """QSA: the best full blocks up to each token, and its own where that is not full."""
     out = []

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     for line, row in zip(table, rows):
         print(row + remarks(line) + ("  <- best" if line is best[line.gpus] else ""))
         if line is lines[line.gpus][-1] and best[line.gpus] is None:
-            print(f"  {line.gpus} GPUs: no split fits {setting.memory / 2**30:.0f} GiB (try --recompute)")
+            print(f"  {line.gpus} GPUs: no split fits {setting.memory / 2**30:.3g} GiB (try --recompute)")
     if args.out:
         marked = [vars(line) | {"best": line is best[line.gpus]} for line in table]
         kept = dict(rates=setting.rates.source, length=setting.length, rows=marked)
@@ -126,7 +126,7 @@ def _choose(args: argparse.Namespace, setting: Setting, clusters: Sequence[int])
     for gpus in clusters:
         best = choose(setting, gpus, splits(gpus, setting.length))
         if best is None:
-            print(f"{gpus} GPUs: does not fit {setting.memory / 2**30:.0f} GiB with any choice")
+            print(f"{gpus} GPUs: does not fit {setting.memory / 2**30:.3g} GiB with any choice")
             continue
         chosen, line = last = best
         print(f"{gpus} GPUs: fits, {line.memory / 2**30:.1f} GiB, {line.seconds:.2f} s a step on P = {line.P}  <- best")
@@ -201,7 +201,17 @@ def _refuse_for_nothing(args: argparse.Namespace, again: tuple[str, ...]) -> Non
         for name, value in of_backward.items():
             if value:
                 raise ArgumentError(name, "none with --forward, after which nothing is kept", value)
-    if args.keep_attention and not again and not args.choose:
+    if args.choose:
+        chosen = {"--recompute": args.recompute, "--mlp-chunk": args.mlp_chunk, "--offload": args.offload}
+        chosen |= {"--spread-experts": args.spread_experts, "--keep-attention": args.keep_attention}
+        for name, value in chosen.items():
+            if value:
+                raise ArgumentError(name, "none with --choose, which chooses it", value)
+    if args.recompute and not again:
+        raise ArgumentError(
+            "--recompute", f"block, mlp, norm or names out of {', '.join(LAYERS)}", repr(args.recompute)
+        )
+    if args.keep_attention and not again:
         raise ArgumentError("--keep-attention", "--recompute beside it", True)
     if args.host_memory and not args.offload and not args.choose:
         raise ArgumentError("--host-memory", "--offload or --choose beside it", args.host_memory)

@@ -29,13 +29,13 @@ def of_folder(folder: Path) -> Workload:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    except (OSError, ValueError) as error:
-        why, *_ = str(error).splitlines()  # what follows lists all models there are
+        layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, StopIteration) as error:
+        why, *_ = str(error).splitlines() or [type(error).__name__]  # what follows lists all models there are
         raise ArgumentError(
             "--transformers", "a folder with a causal model's config.json", f"{folder} ({why})"
         ) from None
     config = model.config.get_text_config()
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     blocks = tuple(_block(layer, config) for layer in layers)
     ends = sum(p.numel() for p in model.parameters()) - sum(block.parameters for block in blocks)
     return Workload(config.hidden_size, blocks, ends, config.vocab_size, library=True)

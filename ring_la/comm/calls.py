@@ -9,6 +9,7 @@ and a call costs the host a few microseconds. No device takes part.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 import weakref
@@ -193,10 +194,17 @@ class CallLog:
         if found:
             return lambda: self._difference(found[0] - 1)
         dead = [r for r in self._others if self._all[self._first[r]] < n and self._is_dead(r)] + self._gone(n)
-        if not dead:
-            return None
+        return functools.partial(self._without, dead) if dead else None
+
+    def died(self) -> PeerError | None:
+        """What a rank raises that has waited for its device for a while though a rank of its host has died, whatever
+        calls that one had come to: it may have been ahead. None: they live."""
+        dead = [r for r in self._others if self._is_dead(r)]
+        return self._without(dead) if dead else None
+
+    def _without(self, dead: list[int]) -> PeerError:
         who = f"rank {self._members.rank} of {self._members.size}"
-        return lambda: PeerError(f"{who} waits for messages that do not come: {self._members.names(dead)} died")
+        return PeerError(f"{who} waits for messages that do not come: {self._members.names(dead)} died")
 
     def behind(self) -> Behind | None:
         """Who has not come to this rank's last call; None: nobody. For another thread than the one that makes calls."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, DisagreementError, UnsupportedError
+from ..errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
 from .lookout import device_busy, look_out
@@ -135,6 +135,17 @@ class Group(Members):
             )
         self.watch.refuse_late(what, late)
 
+    def died(self) -> PeerError | None:
+        """What to raise where the host waits for its GPU, and a rank of its host has died; None: nobody has."""
+        return None if self.agreement.calls is None else self.agreement.calls.died()
+
+    def give_up(self, error: PeerError) -> None:
+        """Messages under way will not come, for an error that every later call raises."""
+        if self.agreement.calls is not None:
+            self.agreement.calls.give_up(error)
+        if self.on_cuda:
+            self.group.abort()
+
     def put_by_kernel(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
         self.refuse_late("sending")
@@ -227,6 +238,10 @@ def _shared_number(members: Members, transport: Transport) -> int:
     if members.size == 1:
         return int(mine)
     out = mine.new_empty(members.size, 1)
-    for one in transport.all_gather(out, mine):
-        one.wait()
+    try:
+        for one in transport.all_gather(out, mine):
+            one.wait()
+    except RuntimeError as error:
+        who = f"rank {members.rank} of {members.size} waited for others to make this group"
+        raise PeerError(f"{who}, as all ranks do at the same time. Cause: {str(error).splitlines()[0]}") from error
     return int(out[0])

@@ -7,6 +7,7 @@ from .halo import Arrived, Halo
 from .parallel import ContextParallel
 from .ranks import ContextRanks
 from .sharded import FollowingLayout, ShardedLayout, check_together
+from .weights import agree_on_weights
 
 __all__ = [
     "ATTENTION",
@@ -19,5 +20,6 @@ __all__ = [
     "Halo",
     "ShardedLayout",
     "UnevenLayout",
+    "agree_on_weights",
     "check_together",
 ]

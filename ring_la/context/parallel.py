@@ -37,7 +37,8 @@ class ContextParallel(ContextRanks):
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError that names it; on GPUs where no
             host is behind another and a message of NCCL's is stuck, the process group's own timeout governs.
         validate: "first" waits for a comparison of shapes, dtypes, flags and layouts among ranks the first time a
-            layout sees them; ranks that differ later get the same `DisagreementError`, without waiting;
+            layout sees them, and of the weights of a `HybridLM` or a parallelized model that is new to the group;
+            ranks that differ later get the same `DisagreementError`, without waiting;
             "always" waits in every call and also checks values (gates ≤ 0, no NaN), which synchronises;
             "never" trusts the caller.
 

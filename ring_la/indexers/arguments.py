@@ -107,7 +107,8 @@ def check_loss(
     check_index(q, k, w)
     (B, T), K = q.shape[:2], attention_q.shape[3]
     for name, x in (("attention_q", attention_q), ("attention_k", attention_k)):
-        if list(x.shape[:2]) != [B, T] or x.shape[3] != K or attention_q.shape[2] % max(1, x.shape[2]):
+        heads = x.shape[2]
+        if list(x.shape[:2]) != [B, T] or x.shape[3] != K or not heads or attention_q.shape[2] % heads:
             raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}, K={K}", list(x.shape))
     if attention_k.dtype != attention_q.dtype:
         raise ArgumentError("attention_k", f"{attention_q.dtype}, as attention_q", attention_k.dtype)
@@ -123,6 +124,19 @@ def check_loss(
     if backend == "triton" and not loss_in_one_kernel(q, attention_q, attention_k):
         what = "Triton, 16-bit numbers, at most 64 heads, channels up to 128 and 576, and one head of attention_k"
         raise UnsupportedError("backend", what, repr(backend), "'torch' does it")
+
+
+def pooled(pool: Callable[[Tensor, Tensor], Tensor], means: Tensor, first: Tensor, layout: object) -> Tensor:
+    """What queries are compared with, ``[B, blocks, D]`` like the means. Wrong on one rank, all refuse it."""
+
+    def check() -> Tensor:
+        y = pool(means, first) if callable(pool) else pool
+        if not is_floats(y, 3) or y.shape != means.shape or y.device != means.device:
+            expected = f"None or a function that makes {list(means.shape)} of means, on {means.device}"
+            raise ArgumentError("pool", expected, describe_tensor(y))
+        return y
+
+    return check_together("the pool of full_block_index", layout, check, lambda: (("channels", means.shape[2]),))
 
 
 def loss_in_one_kernel(q: Tensor, attention_q: Tensor, attention_k: Tensor) -> bool:

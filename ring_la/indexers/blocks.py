@@ -18,7 +18,7 @@ from torch import Tensor
 from ..context import ShardedLayout
 from ..context.handle import layout_of, number_of
 from ..errors import ArgumentError
-from .arguments import Where, checked
+from .arguments import Where, checked, pooled
 from .chosen import Chosen, Rows, best, empty_choice
 
 
@@ -52,7 +52,7 @@ def block_index(
         return Chosen(*_block_index(q, k, cu_seqlens, number_of(layout), size, topk))
 
     def check() -> None:
-        if len(k) != len(q) or q.shape[2] % max(1, k.shape[2]) or q.shape[3] != k.shape[3]:
+        if len(k) != len(q) or not k.shape[2] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
             raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
         if k.shape[1] != q.shape[1] and (layout is not None or cu_seqlens is not None or k.shape[1] < q.shape[1]):
             raise ArgumentError("k", f"as many tokens as q, {q.shape[1]}", k.shape[1])
@@ -109,7 +109,7 @@ def full_block_index(
     rows = Rows.of(q, layout, cu_seqlens)
     blocks = Blocks.of(size, rows)
     means = blocks.means(k[:, :, None])[:, :, 0]
-    keys = means if pool is None else pool(means.to(k.dtype), blocks.first).to(means.dtype)
+    keys = means if pool is None else pooled(pool, means.to(k.dtype), blocks.first, layout).to(means.dtype)
     return _best_full(q, keys, size, topk, rows, blocks)
 
 

@@ -37,7 +37,7 @@ def with_gradients(
         some = slice(a, min(a + n, T))
         at = chosen[:, some].long()
         seen = (at >= rows.starts[some, None]) & (at <= rows.tokens[some, None])
-        at = at.clamp(min=0)
+        at = torch.where(seen, at, 0)
         flat = (at + batch).flatten()
         read = rows_attention.index_select(0, flat).unflatten(0, at.shape)
         p = _attended(attention_q[:, some], read, seen, scale, None if lse is None else lse[:, :, some])

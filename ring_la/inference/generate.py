@@ -66,6 +66,10 @@ class Sampler:
         """Tokens ``[N]`` from logits ``[N, vocab_size]``."""
         if self.temperature == 0:
             return logits.argmax(-1)
+        return torch.multinomial(self.weights(logits), 1, generator=self.generator)[:, 0]
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """Probabilities ``[N, vocab_size]`` that tokens are drawn by, fp32, at a temperature above 0."""
         logits = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]
@@ -76,7 +80,7 @@ class Sampler:
             before = likeliest.cumsum(-1) - likeliest
             out = (before >= self.top_p) & (before > 0)  # the likeliest stays, were top_p nothing in fp32
             weights = torch.zeros_like(weights).scatter(-1, order, likeliest.masked_fill(out, 0))
-        return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
+        return weights
 
 
 def key_store(model: HybridLM, cp: ContextParallel | None = None) -> KeyStore:

@@ -21,6 +21,8 @@ from ..nn.layer import LayerState
 from .generate import Prefilled
 
 STATES = "states.safetensors"
+WRITTEN = "states.whole"
+"""The same until all ranks have written theirs."""
 
 
 def save_prompt(prompt: Prefilled, folder: str | Path) -> None:
@@ -29,15 +31,35 @@ def save_prompt(prompt: Prefilled, folder: str | Path) -> None:
     Each rank writes what it has; a folder without `states.safetensors` is not complete.
 
     Raises:
-        ArgumentError: keys that are not in a `KeyStore`. UnsupportedError: safetensors is not installed.
+        ArgumentError: keys that are not in a `KeyStore`; a folder that a rank cannot write to, on every rank.
+        UnsupportedError: safetensors is not installed.
     """
     _require()
+    from safetensors import SafetensorError
+
     keys = [state for state in prompt.states if isinstance(state, LayerKeys)]
     wrong = next((s for s in prompt.states if not isinstance(s, (LayerKeys, LayerState))), None)
     if wrong is not None or not keys:
         got = "no keys" if wrong is None else type(wrong).__name__
         raise ArgumentError("prompt", "one read with `keys`, a KeyStore", got)
-    folder, rows = Path(folder), keys[0].rows
+    folder, rows, error = Path(folder), keys[0].rows, None
+    try:
+        _write_mine(prompt, keys, folder)
+    except (OSError, SafetensorError) as e:
+        error = e
+    failed = torch.full((1,), float(error is not None), device=rows.store.device)
+    if rows.store.cp is not None:
+        failed = rows.store.cp.comm.all_reduce(failed).wait()  # all have written theirs, or have not
+    if failed:
+        got = f"{folder} ({'another rank had none' if error is None else error})"
+        raise ArgumentError("folder", "one that every rank can write to, with room", got) from error
+    if rows.store.rank == 0:
+        os.replace(folder / WRITTEN, folder / STATES)
+
+
+def _write_mine(prompt: Prefilled, keys: list[LayerKeys], folder: Path) -> None:
+    """This rank's keys; of rank 0 the states, too, not under their name yet."""
+    rows = keys[0].rows
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATES).unlink(missing_ok=True)
     runs = [[i, run.start, run.stop, run.step] for i, held in enumerate(rows.held) for run in held.runs]
@@ -47,10 +69,8 @@ def save_prompt(prompt: Prefilled, folder: str | Path) -> None:
         for name, x in zip(("k", "v") if state.size.value else ("k",), zip(*parts)):
             tensors[f"{state.layer}.{name}"] = torch.cat(x).cpu()
     _write(tensors, folder / f"keys-{rows.store.rank}.safetensors", {})
-    if rows.store.cp is not None:
-        rows.store.cp.comm.all_reduce(torch.zeros(1, device=rows.store.device)).wait()  # all have written theirs
     if rows.store.rank == 0:
-        _write_states(prompt, rows, folder / STATES)
+        _write_states(prompt, rows, folder / WRITTEN)
 
 
 def load_prompt(folder: str | Path, keys: KeyStore) -> Prefilled:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_flag
 from ..errors import ArgumentError, describe_tensor
 from ..layout import check_cu_seqlens
 from ..softmax.geometry import Run, Tokens
@@ -26,7 +27,9 @@ from ..softmax.tensors import Tensors
 from . import yunchang
 from .yunchang.call import Masks, UpstreamCall, checked, group_of, settled
 from .yunchang.ctx import others, recall, remember
-from .yunchang.entries import named, unpack
+from .yunchang.entries import packing
+from .yunchang.layers import check_rank
+from .yunchang.packed import check_longest
 
 
 def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -> tuple[Callable, Callable, Callable]:
@@ -66,20 +69,7 @@ def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -
         masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
         return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
 
-    return unpacking(name, packed if varlen else dense, 1 if varlen else 2)
-
-
-def unpacking(name: str, plain: Callable, dim: int) -> tuple[Callable, Callable, Callable]:
-    """`plain`, and the same for k and v, or all three, stacked along `dim`."""
-
-    def kvpacked(q, kv, *args, **keywords):
-        return plain(q, *unpack("kv", kv, dim, 2), *args, **keywords)
-
-    def qkvpacked(qkv, *args, **keywords):
-        return plain(*unpack("qkv", qkv, dim, 3), *args, **keywords)
-
-    shape = "``[T, H, D]``" if dim == 1 else "``[B, T, H, D]``"
-    return named(name, plain, kvpacked, qkvpacked, shape, "ring-flash-attn")
+    return packing(name, packed if varlen else dense, 1 if varlen else 2, "ring-flash-attn")
 
 
 ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _without(
@@ -114,8 +104,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens) or not cu_seqlens[-1]:
         raise ArgumentError("cu_seqlens", "an integer tensor [N+1] of at least one token", describe_tensor(cu_seqlens))
     cu = check_cu_seqlens(cu_seqlens, int(cu_seqlens[-1]))
-    if not 0 <= rank < world_size:
-        raise ArgumentError("rank", f"0 to {world_size - 1}", rank)
+    check_flag("causal", causal)
+    check_rank(rank, world_size)
     if cu[-1] % world_size:
         raise ArgumentError("cu_seqlens", f"a total length that is a multiple of {world_size}", cu[-1])
     length = cu[-1] // world_size
@@ -169,11 +159,13 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         masks = Masks(dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
 
         def make() -> UpstreamCall:
-            call = checked("contiguous", Tensors(q[None], k[None], v[None]), masks, None)
+            call = checked("contiguous", Tensors(q[None], k[None], v[None]), masks, None, return_softmax)
             if not isinstance(heads_k_stride, int) or heads_k_stride < 1 or k.shape[1] % heads_k_stride:
                 raise ArgumentError("heads_k_stride", f"a divisor of the {k.shape[1]} key heads", heads_k_stride)
             total = group_of(group).size * len(k)
             _check_documents(cu_seqlens_q, cu_seqlens_k, local_k_slice, len(q), total)
+            check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q.tolist())
+            check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k.tolist())
             return call
 
         call = settled([group_of(group)], (q, k, v), make, packed=True)
@@ -245,4 +237,4 @@ def _llama3(
     llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
-) = unpacking("llama3_flash_attn_varlen", _llama3, 1)
+) = packing("llama3_flash_attn_varlen", _llama3, 1, "ring-flash-attn")

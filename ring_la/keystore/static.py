@@ -7,13 +7,17 @@
     rows.begin(4, 256)                              a step of 4 rows, whose tokens are in the first 256 columns
     o = keys.decode(q, k, v)                        in each layer
     rows.advance()
+    rows.leave([2])                                 nobody has the third row any more
 
 What differs from step to step is in tensors: how many tokens a sequence has, where they stand, which rank takes the
 next one. All rows of a step are read as far as the longest, so this is for sequences of about one length. A column more
-than there is room for takes the tokens that a rank does not keep.
+than there is room for takes the tokens that a rank does not keep. A row that nobody has has no tokens, however many
+steps go over it, so its place is one that every model knows, and it reads nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +50,7 @@ class StaticRows:
         self.ranks, self.rank = (1, 0) if cp is None else (cp.size, cp.rank)
         self.length, self.here = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
         self.position = torch.full((size, capacity + 1), -1, dtype=torch.int64, device=device)
+        self._gets, self._room = torch.zeros_like(self.length), torch.zeros_like(self.length)
         self._each = torch.arange(size, device=device)
         self._outside, self._first = torch.full_like(self._each, capacity), torch.zeros_like(self._each)
         self.rows, self.columns = size, capacity
@@ -55,19 +60,28 @@ class StaticRows:
     def seat(self, row: int, positions: Tensor, length: int) -> None:
         """Row `row` is a sequence of `length` tokens, of which this rank has those at `positions`."""
         self.length[row], self.here[row] = length, len(positions)
+        self._gets[row], self._room[row] = 1, self.capacity
         self.position[row] = -1
         self.position[row, : len(positions)] = positions.to(self.position.device)
+
+    def leave(self, rows: Sequence[int]) -> None:
+        """These rows are nobody's."""
+        at = torch.tensor(rows, dtype=torch.int64, device=self.length.device)
+        for x in (self.length, self.here, self._gets, self._room):
+            x.index_fill_(0, at, 0)
 
     def take_over(self, old: StaticRows) -> None:
         """Have the sequences of a smaller one."""
         self.length[: old.size], self.here[: old.size] = old.length, old.here
+        self._gets[: old.size] = old._gets
+        self._room.copy_(self._gets * self.capacity)
         self.position[: old.size, : old.capacity] = old.position[:, :-1]
 
     def begin(self, rows: int, columns: int) -> None:
         """A step of the first rows: each gets a token, within the first columns of the rank it is on."""
         self.rows, self.columns, self._spans = rows, columns, {}
         length, here = self.length[:rows], self.here[:rows]
-        self._kept = here < self.capacity
+        self._kept = here < self._room[:rows]
         if self.ranks > 1:
             self._kept &= length % self.ranks == self.rank
         self._at = torch.where(self._kept, here, self._outside[:rows])
@@ -75,7 +89,7 @@ class StaticRows:
 
     def advance(self) -> None:
         """The step is done in all layers."""
-        self.length[: self.rows].add_(1)
+        self.length[: self.rows].add_(self._gets[: self.rows])
         self.here[: self.rows].add_(self._kept)
 
     @property

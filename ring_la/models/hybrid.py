@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..blockwise import by_block, embedding, fixed, linear
 from ..checks import check_split
-from ..context import ContextParallel, ShardedLayout
+from ..context import ContextParallel, ShardedLayout, agree_on_weights
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..nn import RMSNorm, Routing
 from .block import ResidualBlock
@@ -262,6 +262,7 @@ class HybridLM(nn.Module):
                 given = [(f"{name} given", x is not None) for name, x in (("states", states), ("targets", targets))]
                 signature = (("rows of ids", ids.shape[0]), ("total", divided), *given)
             layout.agree("HybridLM", signature, error)
+            agree_on_weights(self, layout.cp.comm, layout.cp.validate)
         elif error is not None:
             raise error
 
@@ -284,9 +285,7 @@ class HybridLM(nn.Module):
 def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:
     """Each token's successor in its document, and how many of them the whole batch has."""
     if layout is not None:
-        cu = layout.cu_seqlens
-        documents = sum(a < b for a, b in zip(cu, cu[1:]))
-        return layout.targets(ids, IGNORE).long(), max(1, ids.shape[0] * (layout.seq_len - documents))
+        return layout.targets(ids, IGNORE).long(), max(1, ids.shape[0] * layout.num_successors)
     targets = ids.roll(-1, 1).long()
     targets[:, -1:] = IGNORE
     if cu_seqlens is None:

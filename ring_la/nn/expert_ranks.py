@@ -20,9 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import first_derivative_only
-from ..comm import Group
+from ..checks import is_floats
+from ..comm import Entry, Group
+from ..errors import ArgumentError, Facts, describe_tensor
 from ..kernels.fused.bags import bag_gradients, bag_sums
 
+Known = dict[tuple, Entry]
+"""What ranks have compared before, and what the group's log takes for it."""
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Rows ``[M, D]`` sorted by expert, and how many each of this rank's experts has: their results ``[M, D]``."""
 
@@ -36,7 +40,7 @@ class ExpertRanks:
 
     def __init__(self, experts: int, group: Group) -> None:
         size = -(-experts // group.size)
-        self.experts, self.group = experts, group
+        self.experts, self.group, self._known = experts, group, Known()
         self.starts = [min(experts, r * size) for r in range(group.size + 1)]
 
     @property
@@ -49,7 +53,12 @@ class ExpertRanks:
 
         Args:
             x: ``[N, D]``, this rank's tokens, maybe none. chosen: ``[N, k]``, int64. weights: ``[N, k]``.
+
+        Raises:
+            ArgumentError: by name, on every rank; experts that there are not on CPUs alone. DisagreementError.
         """
+        if not torch.compiler.is_compiling():
+            self._agree(x, chosen, weights)
         P, me, k = self.group.size, self.group.rank, chosen.shape[1]
         rank = chosen // max(1, self.starts[1])
         meets = torch.zeros(len(x), P, dtype=torch.bool, device=x.device).scatter_(1, rank, True)
@@ -72,6 +81,39 @@ class ExpertRanks:
         # rows have no names here: k times the tokens' bytes, each is gone before the next
         y = compute(met.spread(_Exchange.apply(sent.spread(x), *there)), mine)
         return sent.collect(_Exchange.apply(met.collect(y, weight), *back))
+
+    def _agree(self, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+        """Refuse, on every rank, what does not fit; ranks compare what they bring before anything is sent."""
+        facts, error, agreement = None, None, self.group.agreement
+        try:
+            facts = self._facts(x, chosen, weights)
+        except ArgumentError as e:
+            error = e
+        if facts is not None and facts in self._known:
+            agreement.again(self._known[facts])
+            return
+        said = f"refused: {error}" if facts is None else dict(facts)
+        entry = agreement.agree("what experts on several ranks are given", said)
+        if error is not None:
+            raise error
+        assert facts is not None
+        self._known[facts] = entry
+
+    def _facts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[tuple[str, object], ...]:
+        """What must be the same on all ranks, by name."""
+        if not is_floats(x, 2):
+            raise ArgumentError("x", "a float tensor [N, D]", describe_tensor(x))
+        whole = isinstance(chosen, Tensor) and chosen.dtype == torch.int64 and chosen.dim() == 2
+        if not whole or len(chosen) != len(x) or not chosen.shape[1]:
+            raise ArgumentError("chosen", f"int64 [N, k] of N = {len(x)}, k ≥ 1", describe_tensor(chosen))
+        if not is_floats(weights) or weights.shape != chosen.shape:
+            raise ArgumentError("weights", f"floats [N, k] = {list(chosen.shape)}", describe_tensor(weights))
+        if chosen.numel() and chosen.device.type == "cpu":
+            low, high = (int(n) for n in chosen.aminmax())
+            if low < 0 or high >= self.experts:
+                raise ArgumentError("chosen", f"experts from 0 to {self.experts - 1}", f"{low} to {high}")
+        facts = [(name, Facts.of(t, 0)) for name, t in (("x", x), ("weights", weights))]
+        return (("experts", self.experts), *facts, ("gradients", torch.is_grad_enabled()))
 
 
 class Bags(NamedTuple):

@@ -103,6 +103,8 @@ class Layer(nn.Module, ABC):
     needs_runs: ClassVar[bool] = True
     """Whether each rank must own runs of consecutive tokens."""
     state_type: ClassVar[type] = LayerState
+    host_steps: ClassVar[bool] = False
+    """Whether a token after others waits for the host to read its state, which no CUDA graph can."""
     same_bits: ClassVar[bool] = False
     """Whether all of `mix` between operators goes through `LayerCall.rows`, so that under a deterministic layout bits
     do not depend on the split; else such a layout is refused. A class with a `mix` of its own says so again."""

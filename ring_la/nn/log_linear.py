@@ -27,7 +27,7 @@ class LogLinearMamba2(Mamba2):
             effect.
     """
 
-    same_bits = False
+    same_bits, host_steps = False, True
 
     def __init__(self, dim: int, num_heads: int | None = None, *, levels: int = 21, **options: Any) -> None:
         self.levels = positive("levels", levels)

@@ -72,5 +72,5 @@ def choose_blocks(
 def _shares(sizes: Sizes, blocks: Blocks, compressed: Compressed) -> list[Tensor]:
     """For the n-th stride of tokens of every compressed block the number of the block that it lies in ``[N]``."""
     device, tokens = blocks.first.device, compressed.first.to(blocks.first.device)
-    begins = range(0, sizes.length, sizes.stride)
+    begins = range(0, sizes.length if len(compressed) else 0, sizes.stride)
     return [torch.searchsorted(blocks.first, (tokens + n).to(device), right=True) - 1 for n in begins]

@@ -13,9 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..checks import is_floats
 from ..context import ShardedLayout
 from ..context.gather import Gather
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..indexers.chosen import Rows
 from ..softmax.call import AttentionCall
 from ..softmax.geometry import Tokens
@@ -52,7 +53,7 @@ class Compressed:
         self._rank = 0 if rows.layout is None else rows.layout.rank
         by_rank = [torch.nonzero(owners == r).flatten() for r in range(self.world_size)]
         self.lengths, self.order = tuple(map(len, by_rank)), torch.cat(by_rank)
-        tokens = [self.first[mine, None] + torch.arange(length, device="cpu") for mine in by_rank]
+        tokens = [_tokens(self.first[mine], length) for mine in by_rank]
         self._wanted = [t.unique() for t in tokens]
         self._inside = torch.searchsorted(self._wanted[self._rank], tokens[self._rank]).to(device)
         self.positions = (self.number[by_rank[self._rank]] * stride).to(device)
@@ -117,6 +118,11 @@ class Compressed:
         return plan(x)
 
 
+def _tokens(first: Tensor, length: int) -> Tensor:
+    """Places of the tokens of blocks, ``[N, length]``."""
+    return first[:, None] + torch.arange(length, device="cpu") if len(first) else first.new_empty(0, length)
+
+
 def mapped(
     blocks: tuple[Tensor, Tensor], compress_k: BlockMap, compress_v: BlockMap, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -125,10 +131,12 @@ def mapped(
     for argument, compress, x in zip(("compress_k", "compress_v"), (compress_k, compress_v), blocks):
         y = compress(x, positions)
         expected = [*x.shape[:2], *x.shape[3:4]]
-        if not isinstance(y, Tensor) or y.dim() != 4 or list(y.shape[:3]) != expected:
-            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise ArgumentError(argument, f"a map to [B, N, Hk, ·] = [{', '.join(map(str, expected))}, ·]", got)
+        if not is_floats(y, 4) or list(y.shape[:3]) != expected or y.device != x.device:
+            to = f"[B, N, Hk, ·] = [{', '.join(map(str, expected))}, ·], of floats on {x.device}"
+            got = f"{describe_tensor(y)} on {y.device}" if isinstance(y, Tensor) else describe_tensor(y)
+            raise ArgumentError(argument, f"a map to {to}", got)
         made.append(y.to(x.dtype))
-    if made[0].shape[3] != blocks[0].shape[4]:
-        raise ArgumentError("compress_k", f"a map to {blocks[0].shape[4]} channels, those of q", made[0].shape[3])
+    for argument, y, x, whose in zip(("compress_k", "compress_v"), made, blocks, ("q", "v")):
+        if y.shape[3] != x.shape[4]:
+            raise ArgumentError(argument, f"a map to {x.shape[4]} channels, those of {whose}", y.shape[3])
     return made[0], made[1]

@@ -166,7 +166,7 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
     (B, Tq, H, K), (T, Hk), V = q.shape, k[0].shape[1:3], v[0].shape[3]
     if layout is None and not Tq:
         raise ArgumentError("q", "at least one token", list(q.shape))
-    if not Hk or H % Hk:
+    if not Hk or not H or H % Hk:
         raise ArgumentError("q", f"a number of heads that is a multiple of the {Hk} of k", H)
     for name, given, width in (("k", k, K), ("v", v, V)):
         for x in given:

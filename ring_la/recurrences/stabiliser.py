@@ -96,7 +96,7 @@ class _Pieces:
 
     def __init__(self, i: Tensor, f: Tensor, cu: Tensor | None) -> None:
         B, T, H = i.shape
-        self.cu = cu = torch.tensor([0, T], device=i.device) if cu is None else cu
+        self.cu = cu = torch.arange(2, device=i.device) * T if cu is None else cu
         token = torch.arange(T, device=i.device)
         self.piece = torch.searchsorted(cu[1:].contiguous(), token, right=True)
         sums = torch.cat([f.new_zeros(B, 1, H), f.cumsum(1)], 1)

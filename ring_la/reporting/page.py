@@ -43,7 +43,7 @@ def write(run: str | Path, out: str | Path | None = None) -> Path:
         The file.
 
     Raises:
-        ArgumentError: nothing there can be reported.
+        ArgumentError: nothing there can be reported, or `out` cannot be written.
     """
     run = Path(run)
     if not run.exists():
@@ -59,8 +59,11 @@ def write(run: str | Path, out: str | Path | None = None) -> Path:
             raise ArgumentError("RUN", EXPECTED, f"{run}, a folder with neither")
         sections = benchmark.sections(_read(file), str(file))
     to = folder / "report.html" if out is None else Path(out)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(page(run.resolve().name, sections), encoding="utf-8")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(page(run.resolve().name, sections), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError("out", "a file that can be written", f"{to} ({error})") from None
     return to
 
 

@@ -14,18 +14,20 @@ def goes_ahead(device: torch.device) -> bool:
 
 
 class OnTheWay:
-    """Numbers on their way to the host, behind what is launched so far and nothing else."""
+    """Numbers on their way to the host, behind what is launched on their device so far and nothing else."""
 
     def __init__(self, x: Tensor) -> None:
         self._there = None
         if x.is_cuda:
+            here = torch.cuda.current_stream(x.device)  # of which the process may have another device's at hand
             x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record()
+            self._there = here.record_event()
         self._x = x if self._there is not None else x.clone()
 
-    def there(self, step: CapturedStep | None) -> Tensor:
+    def there(self, step: CapturedStep | None = None) -> Tensor:
         """The numbers, once they are there, behind calls of that step, of which a rank that died is named."""
         if self._there is not None and step is not None:
             step.finish(self._there)
+        elif self._there is not None:
+            self._there.synchronize()
         return self._x

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..inference import Sampler
+from .ahead import OnTheWay
 
 
 class Said(NamedTuple):
@@ -53,7 +54,7 @@ class Chooser:
         self._penalised = bool(self.presence or self.frequency)
         self._bias: tuple[Tensor, Tensor] | None = None
         self._counts: Tensor | None = None
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: OnTheWay | None = None
 
     @property
     def greedy(self) -> bool:
@@ -61,21 +62,32 @@ class Chooser:
         return self.sampler.greedy and not self.bias and not self._penalised and self.logprobs is None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The token ``[1]`` after logits ``[1, vocab_size]``."""
-        token = self.sampler(self._changed(logits))
+        """The token ``[1]`` after logits ``[1, vocab_size]``; −1: none can be drawn. The host waits for nothing."""
+        token = self._drawn(self._changed(logits))
         if self._penalised:
             self._counts[token] += 1
         if self.logprobs is not None:
-            self._last = (token, logits[0].float().log_softmax(-1))
+            logprobs = logits[0].float().log_softmax(-1)
+            best = logprobs.topk(min(self.logprobs, len(logprobs)))
+            told = logprobs[token], best.values, best.indices
+            self._last = OnTheWay(torch.cat([x.double() for x in told]))
         return token
 
     def said(self) -> Said | None:
         """What the model said of the last token; None if nobody wants to know."""
         if self._last is None:
             return None
-        token, logprobs = self._last
-        best = logprobs.topk(min(self.logprobs or 0, len(logprobs)))
-        return Said(float(logprobs[token]), list(zip(best.indices.tolist(), best.values.tolist())))
+        own, *best = self._last.there().tolist()
+        n = len(best) // 2
+        return Said(own, list(zip(map(int, best[n:]), best[:n])))
+
+    def _drawn(self, logits: Tensor) -> Tensor:
+        """What the sampler draws: as `torch.multinomial`, which would wait for the device, draws one."""
+        if self.sampler.greedy:
+            return self.sampler(logits)
+        weights = self.sampler.weights(logits)
+        token = (weights / torch.empty_like(weights).exponential_(generator=self.sampler.generator)).argmax(-1)
+        return torch.where(weights.sum(-1) > 0, token, -1)
 
     def _changed(self, logits: Tensor) -> Tensor:
         if not self.bias and not self._penalised:

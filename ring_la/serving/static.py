@@ -51,7 +51,8 @@ class StaticBatch(Batch):
         most: sequences, at most.
 
     Raises:
-        UnsupportedError: layers that remember something else than a state of one size, or keys and values.
+        UnsupportedError: layers that remember something else than a state of one size, or keys and values, or that the
+            host has a part in.
     """
 
     def __init__(self, model: Served, cp: ContextParallel | None, most: int) -> None:
@@ -59,7 +60,8 @@ class StaticBatch(Batch):
         self._layers: list[Any] | None = None  # of a HybridLM
         if isinstance(model.model, HybridLM):
             self._layers = [block.layer for block in model.model.blocks]
-            wrong = [x for x in self._layers if not isinstance(x, Attention) and x.state_type is not LayerState]
+            wrong = [x for x in self._layers if not (isinstance(x, Attention) or x.state_type is LayerState)]
+            wrong += [x for x in self._layers if x.host_steps]
             if wrong:
                 raise UnsupportedError("capture", "False for a model with such a layer", type(wrong[0]).__name__)
         elif not model.flexible:
@@ -67,6 +69,8 @@ class StaticBatch(Batch):
             raise UnsupportedError("capture", "False for a model whose states are no rows", got)
         self._cp, self._most = cp, most
         self._seats: list[int] = []  # of the rows
+        self._in_order = True  # whether the rows are the first seats, one after the other
+        self._at = torch.zeros(0, dtype=torch.int64, device="cpu")  # the seats, on the device
         self._taken: dict[int, tuple[int, int]] = {}  # columns at first, the most of a rank, and tokens since
         self._logits = torch.zeros(0, model.vocab_size, device="cpu")
         self._choice = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -112,14 +116,22 @@ class StaticBatch(Batch):
         choice = likeliest(logits)
         self._choice = torch.cat([self._choice, choice]) if self.rows else choice
         self._same = False
-        self._seats.append(seat)
+        self._sit([*self._seats, seat])
         self.rows.append(Row(number, sampler))
 
     def keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self.rows):
             at = torch.tensor(rows, dtype=torch.int64, device=self._logits.device)
             self._logits, self._choice = self._logits[at], self._choice[at]
-            self.rows, self._seats = [self.rows[i] for i in rows], [self._seats[i] for i in rows]
+            self.rows = [self.rows[i] for i in rows]
+            stay = [self._seats[i] for i in rows]
+            self._keys.leave([seat for seat in self._seats if seat not in stay])
+            self._sit(stay)
+
+    def _sit(self, seats: list[int]) -> None:
+        """The rows have these seats from now on. A step finds them on the device, and brings nothing there."""
+        self._seats, self._in_order = seats, seats == list(range(len(seats)))
+        self._at = torch.tensor(seats, dtype=torch.int64, device=self.model.device)
 
     def clear(self) -> None:
         self.keep([])
@@ -167,16 +179,12 @@ class StaticBatch(Batch):
 
     def _take(self, tokens: Tensor) -> None:
         """Launch a step of these tokens of the rows ``[N]``."""
-        n, device = len(self._seats), self.model.device
-        in_order = self._seats == list(range(n))
-        ids = tokens.to(device)
-        if not in_order:
-            ids = tokens.new_zeros(max(self._seats) + 1)
-            ids[self._seats] = tokens
-            ids = ids.to(device)
+        ids = tokens.to(self.model.device)
+        if not self._in_order:
+            ids = ids.new_zeros(max(self._seats) + 1).index_copy_(0, self._at, ids)
         logits, choice = self._step(tokens=ids, columns=min(self._keys.capacity, columns_for(self._longest())))
         self.graphs = max(self.graphs, self._step.graphs)
-        at: Any = slice(n) if in_order else torch.tensor(self._seats, device=logits.device)
+        at: Any = slice(len(self._seats)) if self._in_order else self._at
         self._logits, self._choice, self._same = logits[at], choice[at], True
         for seat in self._seats:
             self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1

@@ -65,6 +65,19 @@ def _sum_over_tokens(layout: ShardedLayout, rows: Tensor, like: Tensor) -> Tenso
     return part_of(exact_sum(rows, layout, OF_TOKENS), layout, like)
 
 
+LEAST_BLOCK = 16
+"""Keys that a choice may stand for, however few there are."""
+
+
+def _within(scores: Scores, keys: int) -> Scores:
+    """The same where a choice stands for more keys than there are: kernels go through all of a block. Not in a graph,
+    which is for all lengths."""
+    if scores.block <= LEAST_BLOCK or torch.compiler.is_compiling():
+        return scores
+    most = max(LEAST_BLOCK, 1 << (keys - 1).bit_length()) if keys else 1
+    return scores if scores.block <= most else scores._replace(block=most)
+
+
 class AttentionCall(NamedTuple):
     """Everything about one call but its differentiable tensors; the operator of one device takes the first five.
 
@@ -89,10 +102,12 @@ class AttentionCall(NamedTuple):
     def of(cls, x: Tensors, options: AttentionOptions, layout: ShardedLayout | None = None) -> AttentionCall:
         """Of checked keywords, whose scores are made here."""
         form = options.form if x.latent else None
-        call = cls(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, form)
+        keys = None if layout is None else options.kv_layout or layout
+        scores = _within(options.scores(x.q), x.k.shape[1] if keys is None else keys.seq_len)
+        call = cls(scores, options.joint, options.backend, options.cu_seqlens, form)
         if layout is None:
             return call
-        keys, strategy = options.kv_layout or layout, options.strategy or layout.cp.attention
+        strategy = options.strategy or layout.cp.attention
         return call._replace(
             layout=layout, kv_layout=keys, strategy=strategy, kv_comm_dtype=options.kv_comm_dtype, cu_seqlens=None
         )

@@ -35,7 +35,8 @@ from ..reading import METADATA, contents, load
 class Checkpoints:
     """The checkpoints of one run. Collective: every rank makes one and makes the same calls.
 
-    A rank that dies meanwhile is a `PeerError` that names it; what one rank cannot write or read is torch's error.
+    A rank that dies meanwhile is a `PeerError` that names it; what one rank cannot write or read is an `ArgumentError`
+    of `folder` on every rank, and what was half written is removed. A step that is written again is gone until it is.
 
     Args:
         folder: shared by all ranks.
@@ -53,7 +54,7 @@ class Checkpoints:
         self.folder, self.keep, self.background = Path(folder), keep, background
         self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
         self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
-        self._writing: Future | None = None
+        self._writing: tuple[Future, Path] | None = None
         self._members = Members(self._group, timedelta(minutes=5))
         self._watch = PeerWatch(self._members, JobStore(_number(self._group.group_name)))
 
@@ -65,7 +66,8 @@ class Checkpoints:
             progress: plain values and tensors, in dicts and lists as they may be; the same on all ranks.
 
         Raises:
-            ArgumentError: by name. DisagreementError: the ranks have come to other steps, or one refuses.
+            ArgumentError: by name, of the checkpoint before it, too. DisagreementError: the ranks have come to other
+                steps, or one refuses.
         """
         self.wait()
         self._agree(step, progress)
@@ -73,10 +75,12 @@ class Checkpoints:
         told = {"step": step, GIVEN: (progress,)}  # a tuple: torch takes dicts apart, and does not put them together
         state = {"model": parameters, "optimizer": states, "progress": told}
         where = self.folder / f"step-{step:08d}"
-        with self._named("writing a checkpoint"):
+        if dist.get_rank() == 0:  # nobody writes before this rank has planned, and files are written over
+            (where / METADATA).unlink(missing_ok=True)
+        with self._writing_to(where):
             if self.background:
                 writing: Any = dcp.async_save(state, checkpoint_id=where, process_group=self._group)
-                self._writing = writing
+                self._writing = writing, where
                 return
             dcp.save(state, checkpoint_id=where, process_group=self._group)
         self._tidy()
@@ -99,9 +103,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk; its error, if it had one, is raised here."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            with self._named("writing a checkpoint"):
+        under_way, self._writing = self._writing, None
+        if under_way is not None:
+            writing, where = under_way
+            with self._writing_to(where):
                 writing.result()
             self._tidy()
 
@@ -138,14 +143,28 @@ class Checkpoints:
         return sorted(step for step in found if step is not None)
 
     @contextmanager
+    def _writing_to(self, where: Path) -> Iterator[None]:
+        """What is half written there, for want of room, say, is removed: the next one needs the room."""
+        try:
+            with self._named("writing a checkpoint"):
+                yield
+        except ArgumentError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(where, ignore_errors=True)
+            raise
+
+    @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Messages of ours that fail within it name the rank that they fail by."""
+        """Messages of ours that fail within it name the rank that they fail by, files the rank that could not."""
         if self._group is None:
             raise PeerError(f"{what}: the ranks' group has ended with a failure before. Start them again")
         try:
             yield
         except RingLAError:
             raise
+        except dcp.CheckpointException as error:
+            got = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, (e, *_) in error.failures.items())
+            raise ArgumentError("folder", f"one that allows {what}", f"{self.folder} ({got})") from error
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)  # which have the group
             self._leave()

@@ -10,6 +10,8 @@ On one process, on the CPU: the weights have to fit its memory. Nothing is gathe
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +67,8 @@ def export(
     if out.suffix == ".safetensors":
         return [_write(weights, out, kept, DTYPES[dtype])]
     file = _write(weights, out / stored.SINGLE, {}, DTYPES[dtype])
-    (out / "config.json").write_text(json.dumps(kept, indent=1))
+    with _into(out):
+        (out / "config.json").write_text(json.dumps(kept, indent=1))
     return [file, out / "config.json"]
 
 
@@ -73,10 +76,22 @@ def _write(weights: dict[str, Tensor], file: Path, about: dict[str, Any], dtype:
     """One file of weights."""
     from safetensors.torch import save_file
 
-    file.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"} | ({"ring_la": json.dumps(about)} if about else {})
-    save_file({n: _cast(x, dtype).contiguous().clone() for n, x in weights.items()}, file, metadata)
+    with _into(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({n: _cast(x, dtype).contiguous().clone() for n, x in weights.items()}, file, metadata)
     return file
+
+
+@contextmanager
+def _into(out: Path) -> Iterator[None]:
+    """What cannot be written names where it was to go."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ArgumentError("out", "a place with room, which can be written", f"{out} ({error})") from error
 
 
 def _once(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +119,8 @@ def _pretrained(run: Path, out: Path, about: dict[str, Any], step: int | None, d
     if out.suffix == ".safetensors":
         kept = {"transformers": model.config.to_dict()}
         return [_write(_once(model.state_dict()), out, kept, None)]
-    model.save_pretrained(out, max_shard_size=WHOLE)
+    with _into(out):
+        model.save_pretrained(out, max_shard_size=WHOLE)
     _tokenizer(name, about["data"]["tokenizer"], out)
     return sorted(f for f in out.iterdir() if f.is_file())
 

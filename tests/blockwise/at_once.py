@@ -16,16 +16,17 @@ from torch import Tensor
 from ring_la.blockwise import switch
 from ring_la.softmax.backends.triton import launch
 from tests.support.bounds import look_at_bounds
-from tests.support.interpreter import compute_bf16, interpreted
+from tests.support.interpreter import compute_bf16, interpreted, multiply_alike
 from tests.support.pool import Ranks
 from tests.support.same_bits import Run, differing, step_of
 
 interpreted()
 compute_bf16()
+multiply_alike()
 if "LOOK_AT_BOUNDS" in os.environ:
     look_at_bounds()
 
-LENGTHS = (70, 1, 99)
+LENGTHS = (66, 1, 35)
 SECONDS = 600.0
 
 

@@ -11,7 +11,7 @@ from ring_la.inference import BlockReader
 from ring_la.nn import LAYERS as KINDS
 from ring_la.training import sum_gradients
 from tests.support.pool import group
-from tests.support.same_bits import LAYERS, OTHERS, PACKED, decoded, differing, model, tokens
+from tests.support.same_bits import LAYERS, OTHERS, PACKED, decoded, differing, model, projected, tokens
 
 
 def trained(rank: int, P: int, kind: str, cu: tuple[int, ...], layers: list[str], steps: int = 2) -> dict[str, Tensor]:
@@ -100,11 +100,11 @@ def packed(
             cp.layout(210, kind, cu_seqlens=(0, 70, 140, 210)),
             torch.cat([documents[i] for i in order])[None],
         )
-    loss = m.loss(layout.shard(ids), layout=layout)
+    with projected(m) as found:
+        loss = m.loss(layout.shard(ids), layout=layout)
     loss.backward()
     sum_gradients(m.parameters(), cp)
-    with torch.no_grad():
-        logits = layout.gather(m(layout.shard(ids), layout=layout).logits).view(3, 70, -1)
+    logits = layout.gather(found[0].detach()).view(3, 70, -1)
     out = {f"logits {n}": logits[i] for i, n in enumerate(order)} | {n: p.grad for n, p in m.named_parameters()}
     return out | {"loss": cp.comm.all_reduce(loss.detach()).wait()}
 

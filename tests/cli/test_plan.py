@@ -61,12 +61,22 @@ def test_the_command_prints_and_saves_its_table(tmp_path, capsys):
         (("--keep-attention",), "--keep-attention: expected --recompute beside it"),
         (("--host-memory", "64"), "--host-memory: expected --offload or --choose beside it"),
         (("--choose", "--force"), "--force: expected --write beside it"),
+        (("--choose", "--recompute"), "--recompute: expected none with --choose, which chooses it"),
+        (("--choose", "--offload"), "--offload: expected none with --choose"),
+        (("--recompute", ","), "--recompute: expected block, mlp, norm or names"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_printed(words, message, capsys):
     with pytest.raises(ArgumentError, match=message):
         plan.run(options("--layers", "gla", "--repeat", "1", "--dim", "32", "--heads", "2", *words))
     assert not capsys.readouterr().out, "nothing is printed before all options are read"
+
+
+def test_a_configuration_that_makes_no_model_is_refused(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": -5}')
+    with pytest.raises(ArgumentError, match="--transformers: expected a folder with a causal model's config"):
+        plan.run(options("--transformers", str(tmp_path)))
 
 
 def test_a_choice_is_written_with_the_model_and_what_it_fits_with(tmp_path):

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from ring_la.cli.main import main
+from ring_la.errors import ArgumentError
 from ring_la.reporting import plots, trace
+from ring_la.reporting.page import write
 
 
 def event(name: str, start: float, duration: float, kind: str = "kernel") -> dict[str, object]:
@@ -104,6 +106,11 @@ def test_a_benchmark(tmp_path, capsys):
     capsys.readouterr()
     assert main(["report", str(tmp_path)]) == 2
     assert "RUN: expected a training run's folder or a benchmark's JSON" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(ArgumentError, match="out: expected a file that can be written"):
+        write(a_run(tmp_path / "run", 1), tmp_path)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (3.2, 3.2), (-5e-7, 2e6), (0, 1_048_576)])

@@ -19,6 +19,7 @@ import ring_la
 from ring_la import reference
 from ring_la.algebra import Affine
 from ring_la.comm.members import Members
+from ring_la.errors import PeerError
 from ring_la.scan import STRATEGIES, Chain
 from tests.support.pool import group
 from tests.support.recurrence_cases import DOCUMENTS, error, make_inputs
@@ -52,6 +53,20 @@ def test_a_destroyed_group_ends_before_the_interpreter_does():
     """A thread of gloo's that gives a tensor back later aborts a process whose work is done (2 of 48 quick starts)."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "left 0\n"), done.stderr
+
+
+def check_alone(rank: int) -> None:
+    """Rank 1 makes no ContextParallel."""
+    pair = dist.new_group(
+        [0, 1], timeout=timedelta(seconds=1)
+    )  # by all ranks of the pool, whose next groups count on it
+    if rank == 0:
+        with pytest.raises(PeerError, match="waited for others to make this group"):
+            ring_la.ContextParallel(pair)
+
+
+def test_who_makes_a_group_alone_is_told(ranks):
+    ranks.run(4, check_alone)
 
 
 # -- groups ------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 
@@ -103,6 +105,29 @@ def check_saved(rank: int, folder: str) -> None:
     for i in range(23, 26):
         prompt = step(model, ids[:, i], prompt.states, in_place=i > 23)
     save_prompt(prompt, folder)
+
+
+def check_full(rank: int, folder: str) -> None:
+    """Rank 1 alone has no room, and a prompt of before is there."""
+    cp, most = ContextParallel(group(), scan="ring"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    model, layout = make(()), cp.layout(200)
+    prompt = prefill(model, layout.shard(tokens(2, 200)), layout=layout, keys=key_store(model, cp))
+    save_prompt(prompt, folder)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, most[1]))
+    try:
+        with pytest.raises(ArgumentError, match="folder: expected one that every rank can write to, with room"):
+            save_prompt(prompt, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    with pytest.raises(ArgumentError, match="folder: expected a folder with states"):
+        load_prompt(folder, key_store(model, cp))
+
+
+def test_a_prompt_that_one_rank_cannot_write_is_an_error_on_all(ranks, tmp_path):
+    """The others waited for it until the timeout."""
+    pytest.importorskip("safetensors")
+    ranks.run(2, check_full, str(tmp_path), timeout=40)
 
 
 def check_loaded(rank: int, folder: str) -> list[list[int]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ring_la
-from ring_la.errors import ArgumentError, UnsupportedError
+from ring_la.errors import ArgumentError, RingLAError, UnsupportedError
 from ring_la.integrations import fla
 from tests.support.pool import group
 
@@ -104,6 +104,87 @@ def test_a_split_call_is_one_device_s(ranks, layout, offsets):
     ranks.run(2, check, layout, offsets)
 
 
+def check_one_rank(rank: int) -> None:
+    """What rank 1 alone gives wrong, a context or an argument of a call, is an error on both."""
+    q, k, v, g, beta = inputs(())
+    half = [x[:, :12] for x in (q, k, v, -g.abs(), beta.sigmoid())]
+
+    def told(**more) -> SimpleNamespace:
+        return SimpleNamespace(**vars(context(rank, 2, "contiguous", OFFSETS)) | (more if rank == 1 else {}))
+
+    for more, said in (
+        ({"cu_seqlens": None}, "cu_seqlens"),
+        ({"layout": "striped"}, "striped"),
+        ({"layout": "zigzag", "part_len": 5, "pre_num_conv_tokens_by_part": (0, 3)}, "part_len"),
+    ):
+        with pytest.raises(ArgumentError, match=rf"cp_context: expected .*{said}"):
+            fla.layout_of(told(**more))
+    cp = told()
+    for more, said in (
+        ({"use_gate_in_kernel": True, "A_log": torch.zeros(3)}, "A_log: expected a float tensor of 4 numbers"),
+        ({"initial_state": torch.zeros(1, 4, 8, 6)}, "initial_state: expected none with a cp_context"),
+        ({"use_beta_sigmoid_in_kernel": "no"}, "use_beta_sigmoid_in_kernel: expected True or False"),
+        ({"head_first": True}, "kwargs: expected"),
+    ):
+        with pytest.raises(RingLAError, match=said):
+            fla.chunk_gated_delta_rule(*half, cp_context=cp, **(more if rank == 1 else {}))
+    x, w = torch.randn(1, 12, 6), torch.ones(6, 4)
+    for more, said in (({"activation": "relu"}, "activation"), ({"residual": x[:, :1]}, "residual")):
+        with pytest.raises(RingLAError, match=f"{said}: expected"):
+            fla.causal_conv1d_cp(x, w, cp_context=cp, **(more if rank == 1 else {}))
+
+
+def test_what_one_rank_alone_gives_wrong_is_an_error_on_both(ranks):
+    ranks.run(2, check_one_rank, timeout=30)
+
+
+def check_refreshed(rank: int) -> None:
+    """Offsets that are written over are those of another split."""
+    told = context(rank, 2, "contiguous", [0, 5, 24])
+    assert list(fla.layout_of(told).cu_seqlens) == [0, 5, 24]
+    if rank == 0:
+        told.cu_seqlens.copy_(torch.tensor([0, 7, 12]))
+    else:
+        told.cu_seqlens.add_(0)
+    assert list(fla.layout_of(told).cu_seqlens) == [0, 7, 24]
+
+
+def test_a_context_whose_offsets_are_refreshed_is_another_layout(ranks):
+    ranks.run(2, check_refreshed)
+
+
+WRONG = {
+    "q": ({"q": None}, {"q": torch.zeros(1, 24, 0, 8)}),
+    "k": ({"k": None},),
+    "v": ({"v": None}, {"v": torch.zeros(1, 24, 3, 6)}),
+    "initial_state": ({"initial_state": [3], "state_v_first": True},),
+    "state_v_first": ({"state_v_first": "no"},),
+    "allow_neg_eigval": ({"allow_neg_eigval": "no"},),
+    "cu_seqlens_cpu": ({"cu_seqlens_cpu": torch.tensor([0, 24])},),
+    "use_gate_in_kernel": ({"use_gate_in_kernel": "no"},),
+    "A_log": ({"use_gate_in_kernel": True, "A_log": 3.0}, {"use_gate_in_kernel": True, "A_log": torch.zeros(1)}),
+    "dt_bias": ({"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(1)},),
+    "cp_context": ({"cp_context": 3}, {"cp_context": {}}),
+}
+
+
+@pytest.mark.parametrize("rule", [fla.chunk_gated_delta_rule, fla.chunk_kda])
+def test_wrong_arguments_are_named(rule):
+    given = dict(zip(("q", "k", "v", "g", "beta"), inputs((8,) if rule is fla.chunk_kda else ())))
+    given |= {"g": -given["g"].abs(), "beta": given["beta"].sigmoid()}
+    for name, calls in WRONG.items():
+        for more in calls:
+            with pytest.raises(ArgumentError, match=rf"^{name}: expected"):
+                rule(**(given | more))
+
+
+def test_kda_wants_the_bound_that_a_safe_gate_is_made_with():
+    q, k, v, g, beta = inputs((8,))
+    gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "safe_gate": True}
+    with pytest.raises(ArgumentError, match="lower_bound: expected one with safe_gate"):
+        fla.chunk_kda(q, k, v, g, beta, **gate)
+
+
 @pytest.mark.parametrize("rule", [fla.chunk_gated_delta_rule, fla.chunk_kda])
 def test_strengths_made_here_are_not_rounded_to_sixteen_bits(rule):
     q, k, v, g, beta = (x.bfloat16() for x in inputs((8,) if rule is fla.chunk_kda else ()))
@@ -122,8 +203,6 @@ def test_states_go_in_and_out_on_one_device_alone():
     )
     torch.testing.assert_close(turned, whole)
     torch.testing.assert_close(last.mT, final)
-    with pytest.raises(UnsupportedError, match="initial_state: expected none with a cp_context"):
-        fla.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, cp_context=SimpleNamespace())
     with pytest.raises(ArgumentError, match="allow_neg_eigval"):
         fla.chunk_gated_delta_rule(q, k, v, g, beta, allow_neg_eigval=True)
     with pytest.raises(UnsupportedError, match=r"kwargs: expected .*, got head_first"):

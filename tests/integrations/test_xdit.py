@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ring_la import ContextParallel
 from ring_la.errors import ArgumentError, RingLAError, UnsupportedError
 from ring_la.integrations import xdit
+from ring_la.integrations.xdit.models import Contexts, ring_attention
 from tests.support.attention_cases import error
 from tests.support.pool import Ranks, group
 
@@ -62,6 +63,48 @@ def test_registry_entry_under_wan_and_padding():
     ):
         with pytest.raises(RingLAError, match=r"attention_kwargs"):
             xdit.attention_function(q, k, v, dropout_p=0.0, is_causal=False, attention_kwargs=more)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("query", dict(query=None)),
+        ("value", dict(value=torch.zeros(3, 10, 8))),
+        ("attention_kwargs", dict(attention_kwargs=3)),
+        ("attention_kwargs", dict(attention_kwargs={1: 2})),
+        ("attention_kwargs", dict(attention_kwargs={"valid_kv_len": True})),
+        ("attention_kwargs", dict(attention_kwargs={"valid_kv_len": 5, "max_seqlen_k": torch.tensor([5, 5])})),
+    ],
+)
+def test_wrong_arguments_of_an_entry_are_named(name, change):
+    q = torch.randn(2, 3, 10, 8)
+    with pytest.raises(ArgumentError, match=rf"^{name}: expected"):
+        xdit.attention_function(**dict(query=q, key=q, value=q, dropout_p=0.0, is_causal=False) | change)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("registry", ([],)), ("key", ({Backend.SDPA: print}, None))])
+def test_a_registry_that_cannot_select_is_refused(name, arguments):
+    """An entry under None or a number was made, and never taken."""
+    with pytest.raises(ArgumentError, match=rf"^{name}: expected"):
+        xdit.register(*arguments)
+
+
+def check_ring(rank: int) -> None:
+    """What rank 1 alone gives xDiT's ring wrong is an error on both."""
+    usp = types.SimpleNamespace(PROCESS_GROUP=types.SimpleNamespace(RING_PG=group(2)))
+    ring, q = ring_attention(usp, Contexts()), torch.randn(1, 2, 6, 8)
+    for name, change in (
+        ("attention_kwargs", dict(attention_kwargs={"attn_mask": q})),
+        ("joint_attn_kwargs", dict(joint_attn_kwargs=3)),
+        ("joint_key", dict(joint_attn_kwargs={"joint_value": q})),
+        ("joint_strategy", dict(joint_attn_kwargs={"joint_key": q, "joint_value": q, "joint_strategy": "none"})),
+    ):
+        with pytest.raises(RingLAError, match=f"{name}: expected"):
+            ring(print, q, q, q, **(change if rank else {}))
+
+
+def test_what_one_rank_of_a_ring_gives_wrong_both_refuse(ranks):
+    ranks.run(2, check_ring, timeout=30)
 
 
 # -- install -----------------------------------------------------------------------------------------------------------

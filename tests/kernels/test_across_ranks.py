@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -30,8 +29,8 @@ RUN = 70
 """Tokens that a head forgets in, or does not."""
 
 
-def emulated(folder: str) -> ExitStack:
-    """The kernels, and what chooses them, as on a GPU; what they are compiled to lies in a folder of all ranks."""
+def emulated() -> ExitStack:
+    """The kernels, and what chooses them, as on a GPU."""
     from ring_la.kernels import choice, families
     from ring_la.kernels.wy import gdn_launches, kda_launches, one_launch
 
@@ -45,7 +44,6 @@ def emulated(folder: str) -> ExitStack:
         made = getattr(module, name)
         return functools.cache(lambda *how, **more: hopper.Emulated(made(*how, **more)))
 
-    change(hopper, folder=lambda: Path(folder))
     change(choice, unsupported=lambda rule, x, recurrent=False: families.unsupported(rule, x))
     change(one_launch, unsupported=lambda inputs, packed: "", ACROSS=one_launch.Least(0, 0, 0), LEAST=0)
     for module in (gdn_launches, kda_launches):
@@ -98,7 +96,7 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
     S0, dS, do = torch.randn(N, 3, 128, 128), torch.randn(N, 3, 128, 128), torch.randn(1, T, 3, 128).bfloat16()
     wide = {n: t.double() for n, t in x.items()}
     offsets, squares = None if cu is None else torch.tensor(cu), []
-    with emulated(folder), mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of) as calls:
+    with emulated(), mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of) as calls:
         for states in (True, False):
             first, last = (S0, dS) if states else (None, None)
             whole = ended(

@@ -9,6 +9,7 @@ from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import TrainingMesh, recompute, shard_parameters
 from tests.support.pool import group
+from tests.support.sums import summed_gradients
 
 TOKENS = 61
 CU = {"one document": None, "packed": [0, 7, 7, 20, 45, 46, 61], "a border on a round's": [0, 20, 40, 61]}
@@ -30,8 +31,7 @@ def check_rounds(rank: int, cu: list[int] | None, rounds: int) -> None:
     part = recompute(split, ["block"]).loss_in_rounds(tokens(), cp, rounds=rounds, cu_seqlens=cu, chunk=8)
     part.backward()
     torch.testing.assert_close(cp.comm.all_reduce(part.detach()).wait(), expected.detach(), rtol=1e-11, atol=0)
-    for (name, p), q in zip(split.named_parameters(), whole.parameters(), strict=True):
-        grad = cp.comm.all_reduce(p.grad).wait()
+    for (name, grad), q in zip(summed_gradients(split, cp).items(), whole.parameters(), strict=True):
         torch.testing.assert_close(grad, q.grad, rtol=1e-8, atol=1e-11, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 

@@ -129,6 +129,15 @@ def test_a_sequence_shorter_than_a_block(ranks):
     assert all(e < 1e-9 for (e,) in ranks.run(4, check_short))
 
 
+def test_blocks_far_longer_than_the_sequence():
+    """Nothing goes by their length: none is compressed, the one that is read ends with the sequence."""
+    x, maps = tensors(B), [lambda blocks, positions: blocks.mean(2)] * 2
+    k, v = (tuple(x[f"{n}{i}"] for i in range(3)) for n in "kv")
+    sizes = (SIZES | dict(length=n, block=n) for n in (4 << 28, 64))
+    long, whole = (ring_la.nsa(x["q"], k, v, x["gates"], *maps, **these).o for these in sizes)
+    assert torch.equal(long, whole)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -139,6 +148,9 @@ def test_a_sequence_shorter_than_a_block(ranks):
         (dict(k=torch.zeros(B, T, HK, K)), "k"),
         (dict(compress_k=lambda blocks, positions: blocks), "compress_k"),
         (dict(compress_v=3), "compress_v"),
+        (dict(compress_v=lambda blocks, positions: blocks.mean(2)[..., :2]), "compress_v"),
+        (dict(compress_k=lambda blocks, positions: blocks.mean(2).to("meta")), "compress_k"),
+        (dict(q=torch.zeros(B, T, 0, K), gates=torch.zeros(B, T, 0, 3)), "q"),
     ],
 )
 def test_bad_input_is_refused_by_name(change, name):

@@ -13,9 +13,11 @@ from ring_la.inference import generate
 from ring_la.models import HybridLM
 from ring_la.nn import LAYERS
 from ring_la.serving import Completion, Engine, Event, Hybrid, NewToken, NoText, Request
-from tests.support.generation import greedy, make, tokens
+from tests.support.generation import WHOLE, greedy, make, tokens
 
 LONG = 60.0
+FIXED = (*WHOLE, "mla", "log_linear_mamba2")
+"""Layers that no CUDA graph can step."""
 SOME = tuple(name for name in LAYERS if name not in ("gdn", "mamba2", "attention"))
 """Layers to leave out: most, as it is seldom their kind that is tested."""
 

@@ -20,8 +20,8 @@ from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, HybridByB
 from ring_la.serving.static import StaticBatch
 from ring_la.serving.waiting import Busy
 from ring_la.surroundings import Surroundings
-from tests.serving.engines import LONG, SOME, Asked, engine, prompt, serve, truth
-from tests.support.generation import WHOLE, make
+from tests.serving.engines import FIXED, LONG, SOME, Asked, engine, prompt, serve, truth
+from tests.support.generation import make
 from tests.support.pool import group
 
 ASKED = [(1, 5), (23, 2), (2, 1), (12, 4)]
@@ -38,10 +38,6 @@ def check_requests(rank: int, piece: int | None) -> list[list[int]]:
 @pytest.mark.parametrize(("size", "piece"), [(1, 9), (2, None), (3, 9)])
 def test_requests_on_ranks(ranks, size, piece):
     assert ranks.run(size, check_requests, piece)[0] == [truth(prompt(length), n, ()) for length, n in ASKED]
-
-
-FIXED = (*WHOLE, "mla")
-"""Layers that have no states of fixed addresses."""
 
 
 def check_captured(rank: int) -> tuple[list[list[int]], int, int]:
@@ -65,8 +61,10 @@ def test_a_step_over_states_of_fixed_addresses(ranks):
     assert [n for *_, n in others] == [ahead, ahead]
     assert ahead >= max(n for _, n in ASKED)
     assert kinds <= 3  # one, two or four seats, of the same columns
-    with pytest.raises(UnsupportedError, match="capture: expected False for a model with such a layer"):
-        engine(without=WHOLE, capture=True)
+    for name in ("mla", "log_linear_mamba2"):
+        others = tuple(kind for kind in LAYERS if kind != name)
+        with pytest.raises(UnsupportedError, match="capture: expected False for a model with such a layer"):
+            engine(without=others, capture=True)
 
 
 def test_states_of_fixed_addresses_grow(monkeypatch):

@@ -33,9 +33,8 @@ def test_a_result_that_is_not_finite_fails_its_request_and_not_the_server():
     server.model.read = broken
     unchosen = Asked([5], temperature=1.0, logit_bias={1: math.inf})
     serve(server, jobs := [Asked([1, 3]), Asked([5]), Asked([3], temperature=1.0), Asked([6]), unchosen, Asked([7])])
-    assert [job.events for job in jobs[:4:2]] == 2 * [[Failed("the model's result is not finite")]]
+    assert [job.events for job in jobs[::2]] == 3 * [[Failed("the model's result is not finite")]]
     assert [job.tokens for job in jobs[1::2]] == [truth([5], 4), truth([6], 4), truth([7], 4)]
-    assert unchosen.events == [Failed("the request has failed (RuntimeError)")]
 
 
 def check_death(rank: int) -> tuple[str, str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +20,7 @@ from ring_la.integrations.vllm.hosts import Remote
 from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks
 from ring_la.integrations.vllm.states import WorkerPart
 from ring_la.serving.reader import Desk, Door, Unread, listen
+from ring_la.serving.reader import door as door_module
 
 IDS = torch.arange(21) % 13
 
@@ -109,6 +114,91 @@ def test_refusals_say_why(door):
         health(f"{address}.not")
     with pytest.raises(ArgumentError, match=r"reader: expected unix:PATH or HOST:PORT, got 'x'"):
         connection("x", 1.0)
+
+
+def said(address: str, request: bytes) -> bytes:
+    """All that is answered until the connection is closed, or for a second."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(address.removeprefix("unix:"))
+        line.settimeout(1.0)
+        line.sendall(request)
+        return b"".join(iter(lambda: line.recv(4096), b""))
+
+
+def test_broken_requests_are_answered_and_leave_nothing_behind(door):
+    """What is not read of a request is not taken for the next one."""
+    desk, address = door
+    body, health_too = IDS.numpy().tobytes(), b"GET /health HTTP/1.1\r\n\r\n"
+    for where, length, error in (
+        (
+            "/read?prompt=a",
+            "abc",
+            b"prompt: expected int64 tokens, 1 to 16777216, with a Content-Length, got abc bytes",
+        ),
+        ("/read?prompt=a", "9" * 5000, b"prompt: expected int64 tokens"),
+        ("/nope", str(len(body)), b"no /nope"),
+    ):
+        request = f"POST {where} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode() + body + health_too
+        assert error in said(address, request)
+        assert said(address, request).count(b"HTTP/1.1 ") == 1
+    for takers in ("x", "0", "9" * 5000):
+        request = (
+            f"POST /read?prompt=a&takers={takers} HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        assert b"prompt, takers: expected a name and a number" in said(address, request.encode() + body)
+    assert not desk._asked
+
+
+def test_more_clients_wait_than_select_takes(door, monkeypatch):
+    """The 1,025th file of a process ended its request with a traceback."""
+    desk, address = door
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 1100:
+        pytest.skip("no so many files")
+    monkeypatch.setattr(door_module, "PEEK", 0.02)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1100, most))
+    try:
+        with ExitStack() as many:
+            for _ in range(1020):
+                many.enter_context(open(os.devnull))
+            _, thread, got = asking(address, "a")
+            asked = desk.next(1, 10.0)
+            time.sleep(0.1)
+            desk.finish(asked, [{"rank": 0}])
+            thread.join(10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert got == [[{"rank": 0}]]
+
+
+def test_who_is_gone_takes_no_place_among_those_who_wait():
+    desk = Desk(waiting=2)
+    for name in "ab":
+        desk.leave(desk.ask(name, IDS, 1))
+    assert desk.ask("c", IDS, 1).here == 1
+    assert desk.next(1, 0.0) is desk._asked["c"]
+
+
+def test_what_is_no_reader_is_told(tmp_path):
+    """Another server at the address: a list, or no parcels."""
+    for answer in (b"[1]", b'{"x": 1}'):
+        path = tmp_path / f"socket{len(answer)}"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+            listening.listen()
+
+            def serve(listening: socket.socket = listening, answer: bytes = answer) -> None:
+                line, _ = listening.accept()
+                with line.makefile("rb") as request:
+                    assert all(iter(request.readline, b"\r\n"))
+                    request.read(IDS.nbytes)
+                line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+                line.close()
+
+            threading.Thread(target=serve, daemon=True).start()
+            with pytest.raises(ReaderError, match="is no reader"):
+                Lease(f"unix:{path}", 5.0).parcels("a", IDS)
 
 
 def read_and_compare(rank: int, folder: str, name: str, hosts: bool) -> dict:

@@ -124,7 +124,7 @@ def test_a_rank_that_is_stopped_ends_the_others(tmp_path: Path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    options = [str(tmp_path), "--port", "0", "--timeout", "8", "--request-log", "off"]
+    options = [str(tmp_path), "--port", "0", "--timeout", "5", "--request-log", "off"]
     ranks = [start(r, port, *options, size=3) for r in range(3)]
     try:
         said = ranks[0].stdout.readline()

@@ -15,6 +15,7 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Ended, Engine, Failed, static
 from ring_la.serving.load import load
 from tests.support.pool import group
+from tests.support.step_graphs import Recorded, standing
 
 from .engines import LONG, Asked
 
@@ -50,6 +51,7 @@ def check(rank: int, folder: str, fixed: bool) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_weights, "LEAST", LARGE)
         patch.setattr(static, "goes_ahead", lambda device: True)
+        standing(patch.setattr, Recorded)
         return answers(folder, cp, fixed)
 
 
@@ -66,6 +68,7 @@ def answers(folder: str, cp: ContextParallel, fixed: bool) -> list[list[int]]:
     if engine.ranks.leads:
         assert bad.events == [Failed("the request has failed (RuntimeError)")]
         assert all(isinstance(job.events[-1], Ended) for job in jobs), [job.events[-1] for job in jobs]
+    assert (engine.batch.graphs > 0) == fixed
     held, sizes = held_weights(model.model), [p.nbytes for p in model.model.parameters()]
     assert held < (1 / cp.size + 0.15) * sum(sizes), (held, sum(sizes))
     return [job.tokens for job in jobs]

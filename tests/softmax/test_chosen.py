@@ -200,6 +200,16 @@ def test_bad_input_is_refused_by_name(change, name):
         ring_la.sparse_attention(**case.tensors | case.keywords | change)
 
 
+@pytest.mark.parametrize("feature", ["tokens", "latents"])
+def test_blocks_longer_than_the_sequence_end_with_it(feature):
+    """A block of 2^40 keys is no work for as many."""
+    case = draw(feature, False)
+    chosen = case.tensors | case.keywords
+    function = ring_la.mla if feature == "latents" else ring_la.sparse_attention
+    long, whole = (function(**chosen | {"block": n}).o for n in (1 << 40, T))
+    assert torch.equal(long, whole)
+
+
 def refused(rank: int) -> list[str]:
     names, case = [], draw("tokens", False)
     for how, more in ((dict(deterministic=True), {}), ({}, dict(strategy="ulysses"))):

@@ -58,6 +58,24 @@ def compute_bf16() -> None:
         setattr(InterpreterBuilder, name, cast_impl)
 
 
+def multiply_alike() -> None:
+    """A row of a product of matrices does not depend on where it stands in its tile, as on tensor cores: it is summed
+    in fp64 and rounded once, where NumPy's order of a sum of fp32 follows the place. Call after `compute_bf16`."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, *others):
+        if d.dtype.scalar != tl.float32:
+            return dot(self, a, b, d, *others)
+        a, b = (widened(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
+        product = a.astype(np.float64) @ b.astype(np.float64)
+        return TensorHandle((product + d.data).astype(np.float32), d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 def interpreted() -> None:
     """Have Triton interpret kernels on the CPU where there is no GPU; `tests.conftest` has asked for it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,18 +15,21 @@ GIB = 2**30
 
 
 class Timed(Completion):
-    """A request, its tokens and when each came."""
+    """A request, its tokens, when each came, and what the model said of it where that is asked for."""
 
-    def __init__(self, ids: Sequence[int], max_tokens: int) -> None:
+    def __init__(self, ids: Sequence[int], max_tokens: int, **options: Any) -> None:
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []
         self.times: list[float] = []
         self.end: Event | None = None
-        super().__init__(Request(list(ids), max_tokens), self.hear)
+        super().__init__(Request(list(ids), max_tokens, **options), self.hear)
 
     def hear(self, event: Event) -> None:
         if isinstance(event, NewToken):
             self.tokens.append(event.token)
             self.times.append(time.perf_counter())
+            if event.said is not None:
+                self.logprobs.append(event.said.logprob)
         else:
             self.end = event
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
 from ring_la.models import HybridConfig, HybridLM
@@ -152,6 +155,39 @@ def test_what_could_not_be_read_again_is_not_written(ranks, tmp_path):
         assert re.search(rf"^DisagreementError: .*\n  rank 0: refused: {want}.*\n  rank 1: 1\n", theirs)
     assert first[-1] == second[-1]
     assert "\n  rank 0: 7\n  rank 1: 1" in first[-1]
+
+
+def check_full(rank: int, folder: str, background: bool) -> None:
+    """Rank 1 alone has no room for its part of a checkpoint."""
+    model = fully_shard(torch.nn.Linear(128, 128, bias=False), mesh=init_device_mesh("cpu", (4,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints, most = Checkpoints(folder, background=background), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(step: int) -> None:
+        checkpoints.save(step, model, optimizer, {"at": step})
+        checkpoints.wait()
+
+    save(1)
+    for step in (1, 2):  # written over, and new
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most[1]))
+        try:
+            with pytest.raises(ArgumentError, match=r"folder: expected one that allows writing .* \(rank 1: "):
+                save(step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        dist.barrier()
+        assert checkpoints.steps() == []
+        assert not list(Path(folder).iterdir())
+    save(3)
+    assert checkpoints.load(model, optimizer)["at"] == 3
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_an_error_everywhere_and_leaves_nothing(ranks, tmp_path, background):
+    """It was an error that no `except Exception` catches; its files took the room of the next, and a checkpoint that
+    was written over counted as complete."""
+    ranks.run(4, check_full, str(tmp_path), background, timeout=40)
 
 
 def check_more(rank: int, folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_a_hybrid_model_goes_out_and_is_served(tmp_path, capsys):
     assert "out: expected a file or folder that is not there yet" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "x"), "--step", "7"]) == 2
     assert "step: expected one of [1, 2], got 7" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told(tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    model, run = HybridLM(HybridConfig(257, 16, ["gdn"], 2)), tmp_path / "model.pt"
+    torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, run)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "out: expected a place with room, which can be written" in capsys.readouterr().err
 
 
 def check_run(rank: int, folder: str, base: str) -> dict[str, torch.Tensor]:

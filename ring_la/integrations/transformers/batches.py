@@ -16,22 +16,27 @@ from .settings import Settings
 
 
 class Batches:
-    """The batches a model is called with."""
+    """The batches a model is called with.
+
+    Attributes:
+        groups: ranks that are given the same: those of a sequence, and those that have parts of the same weights.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.cp, self.kind = settings.cp, settings.kind
+        self.groups = [settings.cp.comm]
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._compared = False
 
     def read(self, arguments: dict[str, Any]) -> tuple[ModelCall, dict[str, Any]]:
         """This rank's part of a call. What one rank refuses all refuse; batches are compared as cp.validate says."""
-        comm, validate = self.cp.comm, self.cp.validate
+        validate = self.cp.validate
         try:
             call, local = read(self._layout, arguments)
         except RingLAError as error:
             if validate != "never":
                 try:
-                    comm.agreement.agree("the arguments of the model", f"refused: {error}")
+                    self._agree("the arguments of the model", f"refused: {error}")
                 except PeerError:  # the others compared such a call before: this rank's own error
                     raise error from None
             raise
@@ -39,9 +44,13 @@ class Batches:
             tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
             sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
             numbers = {n: x for n, x in arguments.items() if isinstance(x, (int, float))}
-            comm.agreement.agree("the whole batch, which every rank must be given", sums | numbers, ROWS)
+            self._agree("the whole batch, which every rank must be given", sums | numbers, ROWS)
             self._compared = True
         return call, local
+
+    def _agree(self, what: str, value: object, hint: str = "") -> None:
+        for group in self.groups:
+            group.agreement.agree(what, value, hint)
 
     def _layout(self, seq_len: int, offsets: tuple[int, ...] | None) -> ShardedLayout:
         """The layout of a whole batch; the last one is kept. Blocks of a deterministic one may leave a rank without."""

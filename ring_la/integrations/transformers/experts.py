@@ -44,6 +44,8 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     if split is None:
         raise ArgumentError("model", "one that parallelize was given", "one that is not")
     group = split.settings.cp.comm
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError("mesh", "a DeviceMesh of one axis", type(mesh).__name__)
     if mesh.ndim != 1 or mesh.mesh.tolist() != list(group.global_ranks):
         raise ArgumentError("mesh", f"one axis of the ranks {list(group.global_ranks)}", mesh)
     if split.settings.average:

@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from ...autograd import first_derivative_only, outside_graphs
 from ...blockwise import fixed
+from ...context import agree_on_weights
 from ...errors import ArgumentError, UnsupportedError
 from .cache import CacheRecorder, ContinuedRecorder
 from .call import Current, ModelCall
@@ -188,6 +189,7 @@ def _prepared(
     """How a call is split, what runs the model in it, and what keeps the cache it is to return."""
     refuse_by_places(model)
     call, local = split.batches.read(arguments)
+    agree_on_weights(model, call.layout.cp.comm, call.layout.cp.validate)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
     recorder: CacheRecorder | None = None

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from ...comm import Group
+from ...context import agree_on_weights
 from ...errors import ArgumentError, UnsupportedError
 from .mixers import entry_of
 
@@ -39,13 +41,16 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel
 
     Raises:
         ArgumentError: another mesh, a model that is not parallelized or is cut already.
-        UnsupportedError: a model without a plan; a plan that cuts the heads of a layer whose kernels are ours, or a
-            head that is the embedding.
+        DisagreementError: the ranks of `mesh` were given other weights.
+        UnsupportedError: a model without a plan; a plan that cuts the heads of a layer whose kernels are ours, one of
+            attention's heads, or a head that is the embedding.
     """
     split: Any = getattr(model, "_ring_la", None)
     if split is None or any(isinstance(p, DTensor) or p.is_meta for p in model.parameters()):
         raise ArgumentError("model", "one that parallelize was given, whole and in memory", type(model).__name__)
     context = set(split.settings.cp.comm.global_ranks)
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError("mesh", "a DeviceMesh of one axis", type(mesh).__name__)
     if mesh.ndim != 1 or len(context & set(mesh.mesh.tolist())) > 1:
         raise ArgumentError("mesh", f"one axis with at most one of the context ranks {sorted(context)}", mesh)
     if mesh.size() == 1:
@@ -55,6 +60,11 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
     _refuse_cut_mixers(model, plan)
     _refuse_cut_ties(model, plan)
+    _refuse_parts_of_heads(model, plan, mesh.size())
+    cp = split.settings.cp
+    group = Group(mesh.get_group(), cp.comm.timeout, "torch")
+    agree_on_weights(model, group, cp.validate)
+    split.batches.groups.append(group)
     return apply_tensor_parallelism(model, mesh, plan)
 
 
@@ -66,6 +76,16 @@ def _refuse_cut_mixers(model: nn.Module, plan: dict[str, str]) -> None:
             if name.startswith(f"{mixer}.") and style not in WHOLE:
                 got = f"{name} ({style}) in {type(module).__name__}"
                 raise UnsupportedError("model", "a plan that leaves this layer its whole projections", got)
+
+
+def _refuse_parts_of_heads(model: PreTrainedModel, plan: dict[str, str], ranks: int) -> None:
+    """Refuse plans that leave a rank a part of a head."""
+    config = model.config.get_text_config()
+    if any(style not in WHOLE and name.endswith(("q_proj", "k_proj", "qkv_proj")) for name, style in plan.items()):
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, name, None)
+            if isinstance(heads, int) and heads % ranks:
+                raise UnsupportedError(name, f"a multiple of the {ranks} ranks of mesh", heads)
 
 
 def _refuse_cut_ties(model: PreTrainedModel, plan: dict[str, str]) -> None:

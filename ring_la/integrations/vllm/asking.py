@@ -71,6 +71,8 @@ class Lease:
         except (OSError, http.client.HTTPException, ValueError) as error:
             why = "the request was given up" if self._closed else f"{type(error).__name__}: {error}"
             raise ReaderError(f"the reader at {self._address} did not answer ({why})") from error
+        if not isinstance(said, dict) or (answer.status == 200 and not isinstance(said.get("parcels"), list)):
+            raise ReaderError(f"what answers at {self._address} is no reader (it said {str(said)[:80]!r})")
         if answer.status != 200:
             raise ReaderError(f"the reader at {self._address} refused: {said.get('error')}")
         return said["parcels"]
@@ -96,7 +98,10 @@ def health(address: str, timeout: float = 5.0) -> dict[str, Any]:
     line = connection(address, timeout)
     try:
         line.request("GET", "/health")
-        return json.loads(line.getresponse().read())
+        said = json.loads(line.getresponse().read())
+        if not isinstance(said, dict):
+            raise ReaderError(f"what answers at {address} is no reader (it said {str(said)[:80]!r})")
+        return said
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ReaderError(f"the reader at {address} did not answer ({type(error).__name__}: {error})") from error
     finally:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError, UnsupportedError, describe_tensor
 from ...softmax.geometry import Run, Tokens
-from ...softmax.tensors import Tensors
+from ...softmax.tensors import Tensors, check_tensors
 from .. import yunchang
 from ..yunchang.call import Masks, UpstreamCall, checked, group_of, settled
 from ..yunchang.layers import attend
@@ -75,7 +75,7 @@ class LongContextAttention(yunchang.LongContextAttention):
         x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
         masks = Masks(dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
 
-        make = partial(self._checked, x, joint, joint_strategy, masks)
+        make = partial(self._checked, x, joint, joint_strategy, masks, return_attn_probs)
         call, met = settled(groups, (*x.qkv, *joint), make, joint_strategy=joint_strategy), None
         if joint_strategy != "none":
             q = torch.cat([joint[0], query] if joint_strategy == "front" else [query, joint[0]], 1)
@@ -83,13 +83,15 @@ class LongContextAttention(yunchang.LongContextAttention):
             met = _joint_tokens(x, groups[1].size)
         return attend(call, x, *groups, met)
 
-    def _checked(self, x: Tensors, joint: tuple, where: str, masks: Masks) -> UpstreamCall:
+    def _checked(self, x: Tensors, joint: tuple, where: str, masks: Masks, probabilities: bool) -> UpstreamCall:
         """The call that the arguments describe, refused where they contradict each other."""
         if any(t is not None for t in joint):
+            check_tensors(x, "none", None)
             _check_joint(x, joint, where, masks)
         elif where != "none":
             raise ArgumentError("joint_strategy", "'none' without joint tensors", repr(where))
-        return checked(self.kind, x._replace(joint_k=joint[1], joint_v=joint[2]), masks, self.attn_type)
+        x = x._replace(joint_k=joint[1], joint_v=joint[2])
+        return checked(self.kind, x, masks, self.attn_type, probabilities)
 
 
 def _check_joint(x: Tensors, joint, where: str, masks: Masks) -> None:

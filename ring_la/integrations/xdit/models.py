@@ -22,12 +22,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...checks import is_floats
 from ...context import ContextParallel, ShardedLayout
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ...recurrences import linear_attention
 from ...softmax import attention
+from ...softmax.door import refuse
 from ..yunchang.call import group_of
-from .registry import SPARSE, TENSORS
+from .registry import check_heads_first, entries
 
 USP = "xfuser.model_executor.layers.usp"
 SANA = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
@@ -104,20 +106,19 @@ def ring_attention(usp: ModuleType, contexts: Contexts) -> Callable[..., Tensor]
         joint_attn_kwargs: dict[str, Any] | None = None,
         attention_kwargs: dict[str, Any] | None = None,
     ) -> Tensor:
-        scale = _scale(attention_kwargs, key)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_heads_first(name, x)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         layout, keys = (contexts.layout(usp.PROCESS_GROUP.RING_PG, x.shape[1]) for x in (q, k))
-        how: dict[str, Any] = dict(causal=is_causal, dropout_p=dropout_p, scale=scale, layout=layout)
-        joint = joint_attn_kwargs or {}
-        together = joint.get("joint_key") is not None
-        if keys is not layout:
-            if not together or is_causal:
+        how: dict[str, Any] = dict(causal=is_causal, dropout_p=dropout_p, layout=layout)
+        try:
+            how |= {"scale": _scale(attention_kwargs, key)} | _joint(joint_attn_kwargs)
+            if keys is not layout and ("joint" not in how or is_causal):
                 got = f"{k.shape[1]}{', causal' if is_causal else ''}"
                 raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", got)
-            how["kv_layout"] = keys
-        if together:
-            how |= dict(joint_k=joint["joint_key"].transpose(1, 2), joint_v=joint["joint_value"].transpose(1, 2))
-            how["joint"] = joint["joint_strategy"]
+        except RingLAError as error:
+            refuse("attention", error, layout)
+        how |= {} if keys is layout else {"kv_layout": keys}
         return attention(q, k, v, **how).o.transpose(1, 2)
 
     return ring_attn
@@ -125,8 +126,7 @@ def ring_attention(usp: ModuleType, contexts: Contexts) -> Callable[..., Tensor]
 
 def _scale(attention_kwargs: dict[str, Any] | None, key: Tensor) -> float | None:
     """The scale of a call, after refusing what is no exact attention over all keys."""
-    given = {n: x for n, x in (attention_kwargs or {}).items() if x is not None and n != "thw"}
-    given = {n: x for n, x in given.items() if not n.startswith(SPARSE) or n in TENSORS}
+    given = entries("attention_kwargs", attention_kwargs)
     scale, valid = given.pop("scale", None), given.pop("valid_kv_len", key.shape[2])
     if given or valid != key.shape[2]:
         got = sorted(given) or f"valid_kv_len {valid} of {key.shape[2]} keys"
@@ -134,13 +134,26 @@ def _scale(attention_kwargs: dict[str, Any] | None, key: Tensor) -> float | None
     return scale
 
 
+def _joint(joint_attn_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Joint keys and values of a call, as `attention` takes them; none where there are none."""
+    given = entries("joint_attn_kwargs", joint_attn_kwargs)
+    k, v = (given.get(name) for name in ("joint_key", "joint_value"))
+    if k is None and v is None:
+        return {}
+    for name, x in (("joint_key", k), ("joint_value", v)):
+        check_heads_first(name, x)
+    if given.get("joint_strategy") not in ("front", "rear"):
+        raise ArgumentError("joint_strategy", "'front' or 'rear' with joint keys", repr(given.get("joint_strategy")))
+    return dict(joint_k=k.transpose(1, 2), joint_v=v.transpose(1, 2), joint=given["joint_strategy"])
+
+
 def ulysses_exchange(usp: ModuleType) -> Callable[[Tensor], Tensor]:
     """In place of `usp._sdpa_all_to_all_single`: equal parts of the first dimension to each rank."""
 
     def _sdpa_all_to_all_single(x: Tensor) -> Tensor:
         group = group_of(usp.PROCESS_GROUP.ULYSSES_PG)
-        if x.numel() % group.size:
-            raise ArgumentError("x", f"a number of elements that {group.size} ranks divide", list(x.shape))
+        if not isinstance(x, Tensor) or x.numel() % group.size:
+            raise ArgumentError("x", f"a number of elements that {group.size} ranks divide", describe_tensor(x))
         raw = x.contiguous().view(group.size, -1)
         return group.all_to_all(raw.view(torch.uint8)).wait().view(x.dtype).view(x.shape)
 
@@ -156,6 +169,9 @@ def sana_forward(parallel: ModuleType, contexts: Contexts) -> Callable[..., Tens
                 raise UnsupportedError(name, "its default in linear attention", x)
         if getattr(self, "use_kv_cache", False) and parallel.get_pipeline_parallel_world_size() > 1:
             raise UnsupportedError("use_kv_cache", "no PipeFusion", "a pipeline of several ranks")
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not is_floats(x, 4):
+                raise ArgumentError(name, "a float tensor [B, T, H, D]", describe_tensor(x))
         layout = contexts.layout(parallel.get_sp_group().device_group, query.shape[1])
         how: dict[str, Any] = dict(
             causal=False, normalize=True, scale=1.0, eps=torch.finfo(torch.float32).eps, layout=layout

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
 
-from ...errors import ArgumentError, UnsupportedError
+from ...checks import is_floats
+from ...errors import ArgumentError, UnsupportedError, describe_tensor
 from ...softmax import attention
 
 SPARSE = ("spargeattn_", "use_spargeattn_", "vsa_", "use_vsa_")
@@ -37,10 +38,10 @@ def attention_function(
     Raises:
         ArgumentError, UnsupportedError: naming attention_kwargs and the entry.
     """
-    given = {name: value for name, value in (attention_kwargs or {}).items() if value is not None}
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_heads_first(name, x)
+    given = entries("attention_kwargs", attention_kwargs)
     scale, valid = given.pop("scale", None), given.pop("valid_kv_len", None)
-    given.pop("thw", None)
-    given = {name: value for name, value in given.items() if not name.startswith(SPARSE) or name in TENSORS}
     if valid is not None:
         _check_padding(key, valid, given.pop("max_seqlen_k", valid))
         if is_causal and valid != query.shape[2]:
@@ -55,10 +56,26 @@ def attention_function(
     return out.o.transpose(1, 2), out.lse
 
 
+def check_heads_first(name: str, x: object) -> None:
+    """Refuse what is no tensor as xDiT has them."""
+    if not is_floats(x, 4):
+        raise ArgumentError(name, "a float tensor [B, H, T, D]", describe_tensor(x))
+
+
+def entries(name: str, given: object) -> dict[str, Any]:
+    """What is set in a mapping of xDiT's, but for what says nothing about the result."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+        raise ArgumentError(name, "a mapping by names, or None", describe_tensor(given))
+    kept = {key: value for key, value in (given or {}).items() if value is not None and key != "thw"}
+    return {key: value for key, value in kept.items() if not key.startswith(SPARSE) or key in TENSORS}
+
+
 def _check_padding(key: Tensor, valid: object, longest: object) -> None:
-    if not isinstance(valid, int) or not 0 < valid <= key.shape[2]:
+    if isinstance(longest, Tensor) and longest.numel() == 1:
+        longest = int(longest)
+    if not isinstance(valid, int) or isinstance(valid, bool) or not 0 < valid <= key.shape[2]:
         raise ArgumentError("attention_kwargs", f"valid_kv_len in 1 … {key.shape[2]}, the keys", repr(valid))
-    if longest != valid:
+    if not isinstance(longest, int) or longest != valid:
         raise ArgumentError("attention_kwargs", f"max_seqlen_k of {valid}, as valid_kv_len", repr(longest))
 
 
@@ -73,14 +90,18 @@ def register(registry: MutableMapping[Any, Callable], key: Any = "SDPA_FLASH") -
         key: a member, or its name in any case. The default is one that xDiT lets take part in ring attention.
 
     Raises:
-        ArgumentError: `registry` has members for keys, none of that name.
+        ArgumentError: no registry; it has members for keys, and `key` is none of them.
     """
+    if not isinstance(registry, MutableMapping):
+        raise ArgumentError("registry", "xDiT's ATTENTION_FUNCTION_REGISTRY, a mapping", type(registry).__name__)
     kinds = {type(k) for k in registry if isinstance(k, enum.Enum)}
     if kinds and isinstance(key, str):
         members = {member.name: member for kind in kinds for member in kind}
         if key.upper() not in members:
             raise ArgumentError("key", f"one of {', '.join(members)}", repr(key), "xDiT selects by these alone")
         key = members[key.upper()]
+    if not isinstance(key, tuple(kinds) or Hashable) or key is None:
+        raise ArgumentError("key", "a member of xDiT's enumeration, or a name", repr(key))
     before = registry.get(key)
     registry[key] = attention_function
     return before

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...checks import is_finite
+from ...checks import check_flag, is_finite
 from ...comm import Entry, Group
 from ...errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 from ...softmax.backends import Ask, choose
@@ -160,7 +160,7 @@ def kernel_of(attn_type: Any) -> str | None:
     name = getattr(attn_type, "value", attn_type)
     if name is None:
         return None
-    if name not in KERNELS:
+    if not isinstance(name, str) or name not in KERNELS:
         raise UnsupportedError(
             "attn_type", f"None or one of {', '.join(KERNELS)}", repr(name), "It has no gradient here"
         )
@@ -188,7 +188,7 @@ def settled(
             _check_packed(tensors)
         call = make()
         facts = {name: Facts.of(t) for name, t in zip(NAMES, tensors) if isinstance(t, Tensor)}
-        rest = {"gradients": torch.is_grad_enabled(), **more}
+        rest = {"device": _device(tensors), "gradients": torch.is_grad_enabled(), **more}
         signature = tuple({"kind": call.kind, **facts, **call.flags, **rest}.items())
     except RingLAError as e:
         error = e
@@ -200,6 +200,21 @@ def settled(
     if error is not None:
         raise error
     return call
+
+
+def refuse(groups: Sequence[Group], error: RingLAError) -> NoReturn:
+    """Raise what this rank refuses before it comes to a call: the other ranks of `groups` do not wait for it."""
+
+    def make() -> NoReturn:
+        raise error
+
+    settled(groups, (), make)
+    raise error
+
+
+def _device(tensors: Sequence[object]) -> str:
+    """Where a call's tensors are, for ranks to compare."""
+    return next(t.device.type for t in tensors if isinstance(t, Tensor))
 
 
 def _check_packed(tensors: Sequence[object]) -> None:
@@ -223,20 +238,24 @@ def _compare(group: Group, signature: tuple[tuple[str, object], ...] | None, err
     known[signature] = entry
 
 
-def checked(kind: str, x: Tensors, masks: Masks, attn_type: Any) -> UpstreamCall:
+def checked(kind: str, x: Tensors, masks: Masks, attn_type: Any, probabilities: bool = False) -> UpstreamCall:
     """Upstream's arguments, checked, with a new seed where there is dropout.
 
     Args:
-        x: the call's tensors ``[B, T, H, D]``.
+        x: the call's tensors ``[B, T, H, D]``. probabilities: upstream's return_attn_probs.
     """
+    kernel_of(attn_type)
+    flags = {"causal": masks.causal, "deterministic": masks.deterministic, "return_attn_probs": probabilities}
+    for name, flag in flags.items():
+        check_flag(name, flag)
     slopes = masks.alibi_slopes.detach() if isinstance(masks.alibi_slopes, Tensor) else masks.alibi_slopes
     check_tensors(x, "none" if x.joint_k is None else "front", slopes)
-    dropout_p, softmax_scale, causal, window_size, softcap, *_ = masks
+    dropout_p, softmax_scale, _, window_size, softcap, *_ = masks
     softcap = 0.0 if softcap is None else softcap
     if not is_finite(dropout_p) or not 0 <= dropout_p < 1:
         raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", dropout_p)
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or not all(w is None or isinstance(w, int) for w in window_size):
+    if not pair or not all(w is None or (isinstance(w, int) and not isinstance(w, bool)) for w in window_size):
         raise ArgumentError("window_size", "(left, right), two ints, −1 for no bound", window_size)
     if not is_finite(softcap) or softcap < 0:
         raise ArgumentError("softcap", "a finite number ≥ 0", softcap)
@@ -244,5 +263,5 @@ def checked(kind: str, x: Tensors, masks: Masks, attn_type: Any) -> UpstreamCall
         raise ArgumentError("softmax_scale", "a finite number or None", softmax_scale)
     scale = x.q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     window = tuple(-1 if w is None else int(w) for w in window_size)
-    masks = masks._replace(softmax_scale=scale, causal=bool(causal), window_size=window, softcap=softcap)  # type: ignore[arg-type]
+    masks = masks._replace(softmax_scale=scale, window_size=window, softcap=softcap)  # type: ignore[arg-type]
     return UpstreamCall(kind, masks, attn_type, int(torch.randint(2**62, (), device="cpu")) if dropout_p else 0)

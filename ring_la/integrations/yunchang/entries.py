@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ...comm import Group
 from ...errors import ArgumentError, describe_tensor
+from .call import group_of, refuse
 from .functions import (
     RingFlashAttnFunc,
     RingFlashAttnVarlenFunc,
@@ -18,12 +20,30 @@ from .functions import (
 )
 
 
-def unpack(name: str, x: object, dim: int, count: int) -> tuple[Tensor, ...]:
-    """The `count` tensors that are stacked along `dim`."""
-    if not isinstance(x, Tensor) or x.dim() != dim + 3 or x.shape[dim] != count:
-        shape = f"[{'B, T' if dim == 2 else 'T'}, {count}, H, D]"
-        raise ArgumentError(name, f"a tensor {shape}", describe_tensor(x))
-    return x.unbind(dim)
+def unpack(name: str, x: object, dim: int, count: int, groups: Sequence[Group]) -> tuple[Tensor, ...]:
+    """The `count` tensors that are stacked along `dim`, or an error on every rank of `groups`."""
+    if isinstance(x, Tensor) and x.dim() == dim + 3 and x.shape[dim] == count:
+        return x.unbind(dim)
+    shape = f"[{'B, T' if dim == 2 else 'T'}, {count}, H, D]"
+    refuse(groups, ArgumentError(name, f"a tensor {shape}", describe_tensor(x)))
+
+
+def packing(name: str, plain: Callable, dim: int, whose: str = "yunchang") -> tuple[Callable, Callable, Callable]:
+    """`plain`, and the same for k and v, or all three, stacked along `dim`, under upstream's names."""
+    of = inspect.signature(plain)
+
+    def parts(what: str, x: object, count: int, args: tuple, keywords: dict) -> tuple[Tensor, ...]:
+        given = of.bind(None, None, None, *args, **keywords).arguments
+        return unpack(what, x, dim, count, [group_of(given.get("group"))])
+
+    def kvpacked(q, kv, *args, **keywords):
+        return plain(q, *parts("kv", kv, 2, args, keywords), *args, **keywords)
+
+    def qkvpacked(qkv, *args, **keywords):
+        return plain(*parts("qkv", qkv, 3, args, keywords), *args, **keywords)
+
+    shape = "``[T, H, D]``" if dim == 1 else "``[B, T, H, D]``"
+    return named(name, plain, kvpacked, qkvpacked, shape, whose)
 
 
 def _dense(function: type[torch.autograd.Function], name: str) -> tuple[Callable, Callable, Callable]:
@@ -48,13 +68,7 @@ def _dense(function: type[torch.autograd.Function], name: str) -> tuple[Callable
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         return function.apply(q, k, v, *masks, return_attn_probs, group, attn_type, attn_processor)
 
-    def kvpacked(q, kv, *args, **keywords):
-        return plain(q, *unpack("kv", kv, 2, 2), *args, **keywords)
-
-    def qkvpacked(qkv, *args, **keywords):
-        return plain(*unpack("qkv", qkv, 2, 3), *args, **keywords)
-
-    return named(name, plain, kvpacked, qkvpacked, "``[B, T, H, D]``")
+    return packing(name, plain, 2)
 
 
 def _varlen(function: type[torch.autograd.Function], name: str) -> tuple[Callable, Callable, Callable]:
@@ -79,18 +93,10 @@ def _varlen(function: type[torch.autograd.Function], name: str) -> tuple[Callabl
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
 
-    def kvpacked(q, kv, *args, **keywords):
-        return plain(q, *unpack("kv", kv, 1, 2), *args, **keywords)
-
-    def qkvpacked(qkv, *args, **keywords):
-        return plain(*unpack("qkv", qkv, 1, 3), *args, **keywords)
-
-    return named(name, plain, kvpacked, qkvpacked, "``[T, H, D]``")
+    return packing(name, plain, 1)
 
 
-def named(
-    name: str, plain: Callable, kvpacked: Callable, qkvpacked: Callable, shape: str, whose: str = "yunchang"
-) -> tuple:
+def named(name: str, plain: Callable, kvpacked: Callable, qkvpacked: Callable, shape: str, whose: str) -> tuple:
     """The three entry points with upstream's names and signatures."""
     packing = {
         "": (plain, ""),

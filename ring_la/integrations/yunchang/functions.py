@@ -56,7 +56,9 @@ def _dense_function(name: str, kind: str, doc: str) -> type[torch.autograd.Funct
         attn_processor=None,
     ):
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-        call = settled([group_of(group)], (q, k, v), lambda: checked(kind, Tensors(q, k, v), masks, attn_type))
+        call = settled(
+            [group_of(group)], (q, k, v), lambda: checked(kind, Tensors(q, k, v), masks, attn_type, return_softmax)
+        )
         out, lse = _forward(ctx, call, q, k, v, group, attn_type, attn_processor)
         return (out, lse, None) if return_softmax else out
 
@@ -90,7 +92,7 @@ def _varlen_function(name: str, kind: str, doc: str) -> type[torch.autograd.Func
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
 
         def make() -> UpstreamCall:
-            call = checked(kind, Tensors(q[None], k[None], v[None]), masks, None)
+            call = checked(kind, Tensors(q[None], k[None], v[None]), masks, None, return_softmax)
             check_packed(cu_seqlens, max_seqlen, q, k)
             return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...comm import Group
+from ...comm.agreement import Agreement
 from ...errors import ArgumentError, UnsupportedError
 from ...softmax.geometry import Tokens
 from ...softmax.strategies import Heads, HeadSplit
@@ -35,9 +37,15 @@ def set_seq_parallel_pg(
     sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
 ) -> None:
     """Make the groups of a ulysses × ring split; with `use_ulysses_low`, neighbouring ranks exchange heads."""
+    degrees = {"sp_ulysses_degree": sp_ulysses_degree, "sp_ring_degree": sp_ring_degree}
+    for name, n in (degrees | {"world_size": world_size}).items():
+        if not isinstance(n, int) or n < 1:
+            raise ArgumentError(name, "an int of at least 1", repr(n))
     degree = sp_ulysses_degree * sp_ring_degree
-    if degree < 1 or world_size % degree:
-        raise ArgumentError("world_size", f"a multiple of {sp_ulysses_degree} × {sp_ring_degree}", world_size)
+    if world_size % degree or world_size > dist.get_world_size():
+        expected = f"a multiple of {sp_ulysses_degree} × {sp_ring_degree}, {dist.get_world_size()} at most"
+        raise ArgumentError("world_size", expected, world_size)
+    check_rank(rank, world_size)
     for first in range(0, world_size, degree):
         ranks = torch.arange(first, first + degree, device="cpu")
         ring_by_ulysses = ranks.view(sp_ring_degree, sp_ulysses_degree)
@@ -52,8 +60,7 @@ def set_seq_parallel_pg(
 
 def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, **keywords: Any) -> Tensor:
     """This rank's part of ``value [B, T, …]``, split contiguously."""
-    if not 0 <= rank < world_size:
-        raise ArgumentError("rank", f"0 to {world_size - 1}", rank)
+    check_rank(rank, world_size)
     _check_parts(value, 1, world_size)
     return value.chunk(world_size, 1)[rank].detach().clone()
 
@@ -86,6 +93,14 @@ def _places(rd: int, ud: int) -> tuple[int, int]:
     return dist.get_rank(groups[0]), dist.get_rank(groups[1])
 
 
+def check_rank(rank: object, world_size: object) -> None:
+    """Refuse what is no rank of so many."""
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ArgumentError("world_size", "an int of at least 1", repr(world_size))
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ArgumentError("rank", f"0 to {world_size - 1}", repr(rank))
+
+
 def _check_parts(value: object, dim: int, parts: int) -> None:
     """Refuse what does not split evenly, as it must here."""
     if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] % parts:
@@ -114,7 +129,17 @@ def _process_groups() -> Any:
     return PROCESS_GROUP
 
 
-class LongContextAttention(nn.Module):
+class WithGroups(nn.Module):
+    """A layer that has process groups, which copies of it share."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo |= {id(x): x for x in vars(self).values() if isinstance(x, dist.ProcessGroup)}
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+class LongContextAttention(WithGroups):
     """Ulysses × ring attention with yunchang's interface.
 
     Args:
@@ -136,7 +161,7 @@ class LongContextAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check_dims(scatter_idx, gather_idx)
-        if ring_impl_type not in KINDS:
+        if not isinstance(ring_impl_type, str) or ring_impl_type not in KINDS:
             raise ArgumentError("ring_impl_type", f"one of {', '.join(KINDS)}", repr(ring_impl_type))
         groups = _process_groups()
         self.ring_pg, self.ulysses_pg = groups.RING_PG, groups.ULYSSES_PG
@@ -163,7 +188,7 @@ class LongContextAttention(nn.Module):
         """Attention of this rank's tokens ``[B, T, H, D]``; as in yunchang, only the output is returned."""
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
-        call = settled(groups, x.qkv, lambda: checked(self.kind, x, masks, self.attn_type))
+        call = settled(groups, x.qkv, lambda: checked(self.kind, x, masks, self.attn_type, return_attn_probs))
         return attend(call, x, *groups)
 
 
@@ -196,7 +221,8 @@ class LongContextAttentionQKVPacked(LongContextAttention):
 
     def forward(self, qkv: Tensor, *args: Any, **keywords: Any) -> Tensor:  # type: ignore[override]
         """Attention of this rank's tokens; the other arguments are those of LongContextAttention."""
-        return super().forward(*unpack("qkv", qkv, 2, 3), *args, **keywords)
+        groups = group_of(self.ring_pg), group_of(self.ulysses_pg)
+        return super().forward(*unpack("qkv", qkv, 2, 3, groups), *args, **keywords)
 
 
 class AsyncLongContextAttention(LongContextAttention):
@@ -206,7 +232,7 @@ class AsyncLongContextAttention(LongContextAttention):
         super().__init__(scatter_idx, gather_idx, ring_impl_type)
 
 
-class UlyssesAttention(nn.Module):
+class UlyssesAttention(WithGroups):
     """Ulysses attention with yunchang's interface: each rank computes its heads of the whole sequence, alone."""
 
     def __init__(
@@ -241,13 +267,15 @@ class UlyssesAttention(nn.Module):
         """Attention of this rank's tokens ``[B, T, H, D]``."""
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, group = Tensors(query, key, value), group_of(self.spg)
-        call = settled([group], x.qkv, lambda: checked("contiguous", x, masks, self.attn_type))
-        return attend(call, x, Alone(), group)  # type: ignore[arg-type]
+        call = settled([group], x.qkv, lambda: checked("contiguous", x, masks, self.attn_type, return_attn_probs))
+        return attend(call, x, Alone(group.agreement), group)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
 class Alone:
-    """A ring of one rank: nothing is sent."""
+    """A ring of one rank: nothing is sent. `agreement` is that of the group that heads are exchanged in."""
 
+    agreement: Agreement
     size, rank, copies = 1, 0, False
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,9 +39,14 @@ def check_packed(cu_seqlens: object, max_seqlen: object, q: Tensor, k: Tensor) -
     if len(k) != len(q):
         raise ArgumentError("k", f"as many tokens as q, {len(q)}", len(k))
     cu = check_cu_seqlens(cu_seqlens, len(q))
+    check_longest("max_seqlen", max_seqlen, cu)
+
+
+def check_longest(name: str, given: Any, cu: Sequence[int]) -> None:
+    """Refuse a longest document of fewer tokens than that at offsets `cu`."""
     longest = max(b - a for a, b in zip(cu, cu[1:]))
-    if not hasattr(max_seqlen, "__index__") or int(max_seqlen) < longest:
-        raise ArgumentError("max_seqlen", f"at least the longest document's {longest} tokens on this rank", max_seqlen)
+    if not hasattr(given, "__index__") or int(given) < longest:
+        raise ArgumentError(name, f"at least the longest document's {longest} tokens on this rank", given)
 
 
 def half_index(cu: list[int], front: bool, device: torch.device) -> slice | Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kept import plain
+from ring_la.kept import recent
 from ring_la.kernels.fenwick.device import chunk_row, node_at, put, rows_of, state_at, tile
 from ring_la.kernels.fenwick.table import table_of
 from ring_la.kernels.runtime.launch import filled, launch
@@ -111,8 +110,7 @@ def solve_kernel(
     put(rows_of(X, b, token, h, T, H, H, K), x, live, d, K)
 
 
-@functools.lru_cache(maxsize=256)
-@plain
+@recent(256)
 def _begins(cu: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
     """The row of each document's first chunk, and how many there are."""
     rows = [0]

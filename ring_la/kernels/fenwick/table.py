@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ring_la.kept import plain
+from ring_la.kept import recent
 
 COLUMNS = 8
 """First token of the chunk (of its whole place: it may lie before the run), first of the run, end of the run, the
@@ -16,8 +15,7 @@ chunk's number m in its document, that of the run's first and last chunk, the le
 row of the n-th largest node."""
 
 
-@functools.lru_cache(maxsize=256)
-@plain
+@recent(256)
 def table_of(runs: tuple[int, ...], chunk: int, device: torch.device) -> tuple[Tensor, int]:
     """(rows ``[R, COLUMNS]`` int32, levels above chunks) of runs, three numbers each: start, stop, and the position of
     the start in its document."""

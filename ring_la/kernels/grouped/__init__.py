@@ -28,7 +28,7 @@ def load(name: str) -> GroupedBackend:
 
 
 def check_name(name: object) -> None:
-    if name != "auto" and name not in BACKENDS:
+    if name != "auto" and (not isinstance(name, str) or name not in BACKENDS):
         raise ArgumentError("backend", f"'auto' or one of {list(BACKENDS)}", repr(name))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_la.kept import plain
+from ring_la.kept import recent
 from ring_la.kernels.fenwick.table import table_of
 from ring_la.kernels.spans.table import width
 
@@ -111,8 +110,7 @@ class ChunksCall:
         return [torch.zeros(size, dtype=self.wide, device=self.device) for _ in range(2)]
 
 
-@functools.lru_cache(maxsize=256)
-@plain
+@recent(256)
 def _documents(cu: tuple[int, ...], device: torch.device) -> Tensor:
     """First chunk, chunks, start and end of each document."""
     rows, at = [], 0

@@ -77,6 +77,8 @@ class Desk:
             asked = self._asked.get(name)
             if asked is None:
                 if len(self._queue) >= self._most:
+                    self._give_up()
+                if len(self._queue) >= self._most:
                     raise Unread(f"{self._most} prompts wait already")
                 asked = self._asked[name] = AskedPrompt(ids, takers)
                 self._queue.append(name)
@@ -98,14 +100,12 @@ class Desk:
         with self._change:
             if not self._queue and not self._to_forget():
                 self._change.wait(patience)
-            while self._queue:
-                name = self._queue.pop(0)
-                asked = self._asked[name]
-                if asked.here:
-                    asked.key = key
-                    return asked
-                del self._asked[name]  # it was given up while it waited: who asks again is read anew
-            return None
+            self._give_up()
+            if not self._queue:
+                return None
+            asked = self._asked[self._queue.pop(0)]
+            asked.key = key
+            return asked
 
     def finish(self, asked: AskedPrompt, parcels: Sequence[dict[str, Any]] = (), error: str | None = None) -> None:
         """What became of a prompt."""
@@ -129,6 +129,12 @@ class Desk:
         for asked in left:
             if not asked.done.is_set():
                 self.finish(asked, error=why)
+
+    def _give_up(self) -> None:
+        """What nobody waits for any more makes room: who asks again is read anew."""
+        for name in [name for name in self._queue if not self._asked[name].here]:
+            self._queue.remove(name)
+            del self._asked[name]
 
     def _to_forget(self) -> list[str]:
         ready = (name for name, asked in self._asked.items() if asked.done.is_set() or asked.gone >= asked.takers)

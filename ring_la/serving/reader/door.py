@@ -92,6 +92,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.desk.leave(asked)
 
     def do_GET(self) -> None:
+        self.close_connection |= "Content-Length" in self.headers  # a body, which nobody reads
         if urlsplit(self.path).path == "/health":
             self._answer(200, self.server.about())
         else:
@@ -100,11 +101,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         where = urlsplit(self.path)
         if where.path != "/read":
+            self.close_connection = True  # the body is not read
             self._answer(404, {"error": f"no {self.path}"})
             return
         try:
             asked = self._ask(parse_qs(where.query))
-        except (ArgumentError, ValueError) as error:
+        except ArgumentError as error:
             self._answer(400, {"error": str(error)})
         except Unread as error:
             self._answer(503, {"error": str(error)})
@@ -116,26 +118,29 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(503 if asked.error else 200, said)
 
     def _ask(self, query: dict[str, list[str]]) -> AskedPrompt:
-        size = int(self.headers.get("Content-Length", 0))
-        if size % TOKEN or not 0 < size <= TOKEN * self.server.longest:
+        said = self.headers.get("Content-Length", "0")
+        size = _number(said)
+        if size is None or size % TOKEN or not 0 < size <= TOKEN * self.server.longest:
             self.close_connection = True  # the body is not read
             expected = f"int64 tokens, 1 to {self.server.longest}, with a Content-Length"
-            raise ArgumentError("prompt", expected, f"{size} bytes")
+            raise ArgumentError("prompt", expected, f"{said} bytes")
         body = bytearray(self.rfile.read(size))
         if len(body) < size:
             raise ConnectionAbortedError
-        name, takers = query.get("prompt", [""])[0], int(query.get("takers", ["1"])[0])
-        if not name or takers < 1:
-            raise ArgumentError("prompt, takers", "a name and a number ≥ 1", f"{name!r}, {takers}")
+        name, told = query.get("prompt", [""])[0], query.get("takers", ["1"])[0]
+        takers = _number(told)
+        if not name or not takers:
+            raise ArgumentError("prompt, takers", "a name and a number ≥ 1", f"{name!r}, {told}")
         ids = torch.frombuffer(body, dtype=torch.int64)
         self.server.check(ids)
         return self.server.desk.ask(name, ids, takers)
 
     def _wait(self, asked: AskedPrompt) -> bool:
         """Until the prompt is done; False: nobody waits for it any more."""
+        heard = select.poll()  # select takes no more than 1024 files of a process
+        heard.register(self.connection, select.POLLIN)
         while not asked.done.wait(PEEK):
-            ready, _, _ = select.select([self.connection], [], [], 0)
-            if ready and not self.connection.recv(1, socket.MSG_PEEK):
+            if heard.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
                 self.close_connection = True
                 return False
         return True
@@ -150,6 +155,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the reader says itself what it reads."""
+
+
+def _number(text: str) -> int | None:
+    """A number as requests say it, of at most 18 digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def listen(address: str) -> socket.socket:

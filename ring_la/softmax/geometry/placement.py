@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...comm import Group
 from ...context import ShardedLayout
 from ...errors import UnsupportedError
-from ...kept import once
+from ...kept import once, recent
 from .tokens import Tokens
 
 
@@ -93,7 +93,7 @@ class WholePlacement:
         return self._joint[where, count]
 
 
-@lru_cache(maxsize=64)  # with the tiles they were cut into
+@recent(64)  # with the tiles they were cut into
 def _known(tq: int, tk: int, device: torch.device, cu: tuple[int, ...] | None) -> WholePlacement:
     keys = Tokens.whole(tk, device, cu)
     rows = keys if tq == tk else Tokens.whole(tq, device, None, tk - tq)

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -21,6 +20,7 @@ from ring_la.integrations.diffusers.compare import tensors_in
 from ring_la.integrations.diffusers.guidance import rows_of
 from tests.support.attention_cases import error
 from tests.support.pool import group
+from tests.support.sums import summed
 
 from .linear_models import sana
 from .models import CASES, limits, make
@@ -61,9 +61,7 @@ def check_model(rank: int, P: int, name: str, how: dict) -> list[str]:
     limit, limit_of_gradients = limits(name)
     bad = [] if error(got, want) < limit else [f"output {error(got, want):.1e}"]
     bad += [f"gradient of {n}: one has none" for n in set(grads) ^ set(want_grads)]
-    for n, g in sorted(grads.items()):
-        g = g.contiguous()
-        dist.all_reduce(g, group=group(P))
+    for n, g in summed(dict(sorted(grads.items())), group(P)).items():
         g = g / P if how.get("average") else g
         bad += [] if error(g, want_grads[n]) < limit_of_gradients else [f"{n} {error(g, want_grads[n]):.1e}"]
     return bad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.support.sums import summed
 from tests.support.transformers_models import CASES, VOCABULARY
 
 LENGTH = 21
@@ -27,7 +28,7 @@ def parallel(name: str, **options):
 def gradients(model, cp=None) -> dict[str, torch.Tensor]:
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    return grads if cp is None else {n: cp.comm.all_reduce(g).wait() for n, g in grads.items()}
+    return grads if cp is None else summed(grads, cp.comm.group)
 
 
 def close(a, b, **keywords):

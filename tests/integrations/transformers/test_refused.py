@@ -94,6 +94,21 @@ def different_batches(rank: int) -> None:
         model(input_ids=ids(seed=rank))
 
 
+def different_weights(rank: int) -> None:
+    from ring_la.errors import DisagreementError
+
+    model, _ = parallel("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] += rank
+    with pytest.raises(DisagreementError, match=r"disagree on the weights, of which every rank must have the same"):
+        model(input_ids=ids(), labels=ids())
+
+
+def test_ranks_with_different_weights(ranks):
+    """Models made by ranks that are seeded apart had a plausible loss, which was nobody's."""
+    ranks.run(2, different_weights)
+
+
 def test_ranks_with_different_batches(ranks):
     ranks.run(2, different_batches)
 

@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("transformers.distributed.tensor_parallel")
 
 from tests.support.gpu import on_gpus
+from tests.support.pool import group
 from tests.support.transformers_models import CASES
 
 from .test_calls import close, gradients, ids
@@ -62,6 +63,45 @@ def test_two_by_two_ranks_are_one_process(ranks):
     for found in ranks.run(4, check, ["qwen3", "qwen3_next"]):
         assert found["qwen3"] >= 2 * 7  # layers, and q, k, v, o, gate, up and down of each
         assert found["qwen3_next"] > 3
+
+
+def check_strangers(rank: int) -> None:
+    """What one of two tensor ranks is given otherwise; each is a context of its own."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import ring_la
+    from ring_la.errors import ArgumentError, DisagreementError, UnsupportedError
+    from ring_la.integrations.transformers import parallelize
+    from ring_la.integrations.transformers.tensor_parallel import tensor_parallel
+
+    mesh = DeviceMesh.from_group(group(2), "cpu")
+    cp = ring_la.ContextParallel(dist.new_group([rank], use_local_synchronization=True), scan="ring")
+
+    def given(model):
+        return parallelize(model, cp, check=False)
+
+    with pytest.raises(ArgumentError, match="mesh: expected a DeviceMesh of one axis, got str"):
+        tensor_parallel(given(CASES["qwen3"].make()), "tensor")
+    few = CASES["qwen3"].make().config
+    few.num_key_value_heads, few.num_attention_heads = 1, 3
+    with pytest.raises(
+        UnsupportedError, match="num_attention_heads: expected a multiple of the 2 ranks of mesh, got 3"
+    ):
+        tensor_parallel(given(type(CASES["qwen3"].make())(few)), mesh)
+    model = given(CASES["qwen3"].make())
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += rank
+    with pytest.raises(DisagreementError, match="the weights, of which every rank must have the same"):
+        tensor_parallel(model, mesh)
+    model = tensor_parallel(given(CASES["qwen3"].make()), mesh)
+    with pytest.raises(DisagreementError, match="the whole batch, which every rank must be given"):
+        model(input_ids=ids(1) + rank)
+
+
+def test_what_tensor_ranks_are_given_is_compared(ranks):
+    """Other weights were cut and mixed without a word, other tokens too; of another length they ended a process."""
+    ranks.run(2, check_strangers, timeout=40)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def adapted(folder: str, adapters: str) -> None:
 
 
 def unlike(rank: int, folder: str, three: str) -> None:
-    """What one rank cannot read every rank says, and three experts are not spread over four ranks under FSDP2."""
+    """What one rank cannot read or write every rank says; three experts are not spread over four ranks under FSDP2."""
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -138,11 +139,22 @@ def unlike(rank: int, folder: str, three: str) -> None:
     from ring_la import ArgumentError, UnsupportedError
     from ring_la.integrations.transformers import parallelize
     from ring_la.integrations.transformers.experts import split_experts
-    from ring_la.integrations.transformers.weights import load_weights
+    from ring_la.integrations.transformers.weights import load_weights, save_weights
     from ring_la.training import TrainingMesh, shard_parameters
 
     with pytest.raises(ArgumentError, match=r"folder: expected .*, got .*nowhere"):
         load_weights(empty(folder, 4), f"{folder}/nowhere" if rank == 1 else folder)
+    model, most = empty(folder, 4), resource.getrlimit(resource.RLIMIT_FSIZE)
+    load_weights(model, folder)
+    with pytest.raises(ArgumentError, match="folder: expected one without weights"):
+        save_weights(model, folder if rank == 1 else f"{three}/none")
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most[1]))
+    try:
+        with pytest.raises(ArgumentError, match=r"folder: expected one that every rank can write to.*\(rank 1: "):
+            save_weights(model, f"{three}/full", file_bytes=20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(three), dtype=torch.float32)
     parallelize(model, ring_la.ContextParallel(group(), scan="ring"), check=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -38,6 +40,18 @@ def wrong_calls(rank: int) -> dict[str, object]:
             packed, packed, packed, cu[:2], cu, 6, 6, 1, slice(0, 8), **us
         ),
     }
+    llama3 = partial(ring_flash_attn.llama3_flash_attn_varlen_func, packed, packed, packed, cu, cu)
+    prepare = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
+    calls |= {
+        "max_seqlen_q": lambda: llama3("6", 6, 1, slice(0, 8), **us),
+        "max_seqlen_k": lambda: llama3(6, 5, 1, slice(0, 8), **us),
+        "causal 2": lambda: prepare(cu, "no", 0, 2),
+        "rank 1": lambda: prepare(cu, True, 0.5, 2),
+        "world_size": lambda: prepare(cu, True, 0, "2"),
+        "sp_ring_degree": lambda: yunchang.set_seq_parallel_pg(1, 1.0, rank, 2),
+        "ring_impl_type": lambda: yunchang.LongContextAttention(ring_impl_type=["zigzag"]),
+        "attn_type": lambda: yunchang.ring_flash_attn_func(q, q, q, attn_type=["fa"], **us),
+    }
     for n, part in enumerate((slice(None), slice(-8, 0), slice(9, 17), slice(0, 8, 2))):
         calls[f"local_k_slice {n}"] = lambda part=part: ring_flash_attn.llama3_flash_attn_varlen_func(
             packed, packed, packed, cu, cu, 6, 6, 1, part, **us
@@ -49,12 +63,15 @@ def wrong_calls(rank: int) -> dict[str, object]:
             "q": lambda f=dense: f(q, t(1, 8, 3, 8), t(1, 8, 3, 8), **us),
             "k": lambda f=dense: f(q, q.double(), q, **us),
             "v": lambda f=dense: f(q, q, t(1, 6, 4, 8), **us),
+            "causal": lambda f=dense: f(q, q, q, causal="no", **us),
+            "deterministic": lambda f=dense: f(q, q, q, deterministic="no", **us),
+            "return_attn_probs": lambda f=dense: f(q, q, q, return_attn_probs="no", **us),
             "group": lambda f=dense: f(q, q, q, group="context"),
             "window_size": lambda f=dense: f(q, q, q, window_size=5, **us),
             "softmax_scale": lambda f=dense: f(q, q, q, softmax_scale=float("nan"), **us),
             "alibi_slopes": lambda f=dense: f(q, q, q, alibi_slopes=t(3), **us),
-            "kv": lambda f=module.zigzag_ring_flash_attn_kvpacked_func: f(q, t(1, 8, 3, 4, 8)),
-            "qkv": lambda f=module.zigzag_ring_flash_attn_varlen_qkvpacked_func: f(t(8, 2, 4, 8), cu, 6),
+            "kv": lambda f=module.zigzag_ring_flash_attn_kvpacked_func: f(q, t(1, 8, 3, 4, 8), **us),
+            "qkv": lambda f=module.zigzag_ring_flash_attn_varlen_qkvpacked_func: f(t(8, 2, 4, 8), cu, 6, **us),
             "cu_seqlens": lambda f=varlen: f(packed, packed, packed, cu[:2], 6, **us),
             "max_seqlen": lambda f=varlen: f(packed, packed, packed, cu, 3, **us),
             "max_seqlen ": lambda f=varlen: f(packed, packed, packed, cu, None, **us),
@@ -87,6 +104,36 @@ def check_wrong(rank: int) -> list[str]:
 def test_wrong_arguments_are_named(ranks):
     """Upstream takes heads that do not divide, batches that broadcast and offsets that end early, and computes."""
     assert ranks.run(2, check_wrong) == [[], []]
+
+
+def check_one_rank(rank: int) -> list[str]:
+    """Calls that rank 1 alone gives wrong: what each rank is told."""
+    q, us = torch.ones(1, 8, 4, 8), dict(group=group(2))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    yunchang.PROCESS_GROUP.RING_PG, yunchang.PROCESS_GROUP.ULYSSES_PG = group(2), alone
+    layer, whole = xdit.LongContextAttention(), yunchang.LongContextAttentionQKVPacked()
+    names = ("joint_tensor_query", "joint_tensor_key", "joint_tensor_value")
+    text, off = dict.fromkeys(names, q[:, :3]), torch.ones(1, 8, 4, 8, device="meta")
+    calls = {
+        "kv": lambda wrong: yunchang.ring_flash_attn_kvpacked_func(
+            q, None if wrong else q[:, :, None].repeat(1, 1, 2, 1, 1), **us
+        ),
+        "qkv": lambda wrong: whole(q if wrong else q[:, :, None].repeat(1, 1, 3, 1, 1)),
+        "q": lambda wrong: layer(None, None if wrong else q, q, q, **text, joint_strategy="front"),
+        "device": lambda wrong: yunchang.ring_flash_attn_func(*[off if wrong else q] * 3, **us),
+    }
+    bad = []
+    for name, call in calls.items():
+        try:
+            call(rank == 1)
+            bad.append(f"{name}: accepted")
+        except RingLAError as e:
+            bad += [] if f"{name}: expected" in str(e) or f"{name}=" in str(e) else [f"{name}: {e}"]
+    return bad
+
+
+def test_what_one_rank_alone_gives_wrong_is_an_error_on_both(ranks):
+    assert ranks.run(2, check_one_rank, timeout=30) == [[], []]
 
 
 def check_bounded(rank: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from ring_la import reference
 from ring_la.errors import RingLAError
 from ring_la.integrations import xdit, yunchang
 from tests.support.attention_cases import error
+from tests.support.pool import group
 from tests.support.yunchang_cases import (
     MASKS,
     B,
@@ -66,6 +69,33 @@ def check_ulysses(rank: int) -> list[float]:
 def test_ulysses_stays_in_its_group(ranks):
     """yunchang's UlyssesAttention on PyTorch kernels runs a ring over the whole world inside each group."""
     assert all(e < 1e-9 for errors in ranks.run(4, check_ulysses) for e in errors)
+
+
+def check_ulysses_alone(rank: int) -> float:
+    q, k, v, _ = draw()
+    o = yunchang.UlyssesAttention(group(1))(q, k, v, causal=True)
+    return error(o, truth(draw(), causal=True)[0])
+
+
+def test_ulysses_of_one_rank(ranks):
+    """A group of one was an AttributeError."""
+    assert ranks.run(1, check_ulysses_alone)[0] < 1e-9
+
+
+def check_copies(rank: int) -> None:
+    yunchang.PROCESS_GROUP.RING_PG = yunchang.PROCESS_GROUP.ULYSSES_PG = group(1)
+    for layer in (yunchang.LongContextAttention(), yunchang.UlyssesAttention(group(1)), xdit.LongContextAttention()):
+        other = copy.deepcopy(torch.nn.ModuleList([layer, layer]))
+        assert other[0] is other[1] is not layer
+        assert [id(x) for x in vars(other[0]).values() if isinstance(x, dist.ProcessGroup)] == [
+            id(x) for x in vars(layer).values() if isinstance(x, dist.ProcessGroup)
+        ]
+        assert other[0]._modules is not layer._modules
+
+
+def test_copies_share_the_groups(ranks):
+    """An average of weights is a deep copy of the model, and groups cannot be copied."""
+    ranks.run(1, check_copies)
 
 
 def check_joint(rank: int, where: str) -> list[float]:

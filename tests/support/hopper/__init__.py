@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import os
 import shutil
 import struct
 import subprocess
@@ -21,9 +22,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from ring_la import kernels
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 
 FOLDER = Path(__file__).parent
+CUDA = Path(kernels.__file__).parent / "cuda"
 MAIN = """
 template <class Arguments> void call(void (*kernel)(Arguments), const void* arguments) {{
   kernel(*(const Arguments*)arguments);
@@ -59,7 +62,17 @@ class Emulated:
 
 @functools.cache
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hopper"))
+    """Where compiled kernels lie, for all processes and later runs: each by what it is made of."""
+    shared = Path(tempfile.gettempdir()) / f"ring_la-hopper-{os.getuid()}"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    return shared
+
+
+@functools.cache
+def sources() -> bytes:
+    """All that kernels and this file's machine include."""
+    files = (f for where in (FOLDER, CUDA, CUDA.parent / "wy") for f in where.iterdir() if f.is_file())
+    return b"".join(f.name.encode() + f.read_bytes() for f in sorted(files))
 
 
 @functools.cache
@@ -67,8 +80,8 @@ def compiled(kernel: CudaKernel):
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     text = f'#include "{kernel.file}"\n' + MAIN.format(name=kernel.name)
-    name = hashlib.sha256((text + str(kernel.defines)).encode()).hexdigest()[:16]
-    library = folder() / f"{name}.so"
+    made_of = sources() + kernel.file.read_bytes() + f"{kernel.name} {kernel.defines}".encode()
+    library = folder() / f"{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     with library.with_suffix(".lock").open("w") as lock:  # processes may share the folder: one compiles
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -77,10 +90,11 @@ def compiled(kernel: CudaKernel):
 
 
 def _compile(kernel: CudaKernel, text: str, library: Path) -> None:
-    source = library.with_suffix(".cpp")
+    source, made = library.with_suffix(".cpp"), library.with_suffix(".part")
     source.write_text(text)
     how = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-include", FOLDER / "machine.hpp"]
-    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", library]
+    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", made]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode:
         raise KernelError(done.stderr[:4000])
+    made.rename(library)

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,34 +40,62 @@ def save_weights(
         The most bytes of weights this rank's host held at once.
 
     Raises:
-        ArgumentError: a folder that has weights already.
+        ArgumentError: a folder that has weights already, or that a rank cannot write to; on every rank.
     """
     folder, ranks = Path(folder), ModelRanks(model)
-    if any(folder.glob("*.safetensors")):
-        raise ArgumentError("folder", "one without weights", str(folder))
-    ranks.meet()  # all have looked before anyone writes
-    folder.mkdir(parents=True, exist_ok=True)
+    filled = ranks.first(str(folder) if any(folder.glob("*.safetensors")) else "")  # all look before anyone writes
+    if filled:
+        raise ArgumentError("folder", "one without weights", filled)
+    files = WeightFiles(folder, ranks)
+    files.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
     cast = _cast(dtype)
     state = _once(model)
     groups = _groups(state)
     plan = _cut({n: cast(x) for g in groups for n, x in as_stored(model, _meta(g)).items()}, file_bytes)
-    most = _write_mine(model, folder, groups, plan, ranks, cast)
+    most = _write_mine(model, files, groups, plan, cast)
     if ranks.index == 0:
-        _describe(model, folder, plan, dtype)
-    ranks.meet()
+        files.attempt(lambda: _describe(model, folder, plan, dtype))
+    files.meet()
     return most
+
+
+class WeightFiles:
+    """A folder's files. What a rank cannot write all are told at the end: until then it gathers on, as the others do.
+
+    Attributes:
+        folder: to write into. ranks: who do.
+    """
+
+    def __init__(self, folder: Path, ranks: ModelRanks) -> None:
+        self.folder, self.ranks = folder, ranks
+        self._problem = ""
+
+    def attempt(self, write: Callable[[], None]) -> None:
+        """Write, if all before could be written."""
+        from safetensors import SafetensorError
+
+        try:
+            if not self._problem:
+                write()
+        except (OSError, SafetensorError) as error:
+            self._problem = f"rank {self.ranks.index}: {error}"
+
+    def meet(self) -> None:
+        """When all have written: the error, on all, that one had."""
+        problem = self.ranks.first(self._problem)
+        if problem:
+            raise ArgumentError("folder", "one that every rank can write to, with room", f"{self.folder} ({problem})")
 
 
 def _write_mine(
     model: PreTrainedModel,
-    folder: Path,
+    files: WeightFiles,
     groups: list[dict[str, Tensor]],
     plan: _Plan,
-    ranks: ModelRanks,
     cast: Callable[[Tensor], Tensor],
 ) -> int:
     """Gather group by group, keep what is for files of this rank, write each when full; the most bytes kept at once."""
-    held, most = defaultdict[str, dict[str, Tensor]](dict), 0
+    held, most, ranks = defaultdict[str, dict[str, Tensor]](dict), 0, files.ranks
     for group in groups:
         whole = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in group.items()}
         for name, x in as_stored(model, whole).items():
@@ -76,7 +105,7 @@ def _write_mine(
             held[file][name] = cast(x.detach()).to("cpu", copy=True).contiguous()
             most = max(most, sum(t.nbytes for tensors in held.values() for t in tensors.values()))
             if len(held[file]) == plan.tensors[file]:
-                _write(held.pop(file), folder / file)
+                files.attempt(partial(_write, held.pop(file), files.folder / file))
         del whole
     return most
 
