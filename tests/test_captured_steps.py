@@ -321,7 +321,7 @@ def check_told_at_once(rank: int) -> tuple[str, float]:
     """Rank 1's capture breaks, and the others are on their way to an exchange with it."""
     with pytest.MonkeyPatch.context() as patch:
         standing(patch.setattr)
-        cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
+        cp = ring_la.ContextParallel(group(), scan="ring", timeout=4 * PATIENCE)
         x, seen, layout = torch.ones(1, 8, 2, 4), [], cp.layout(8 * cp.size)
 
         def step(q):
@@ -344,7 +344,7 @@ def test_ranks_elsewhere_are_told_at_once(ranks):
     """Not after the timeout: the one whose capture broke has left."""
     for r, (said, seconds) in enumerate(ranks.run(3, check_told_at_once)):
         assert "odd" in said if r == 1 else "as far as the end of its capture" in said or "disagree" in said
-        assert seconds < PATIENCE / 2
+        assert seconds < 2 * PATIENCE  # others may hold the cores
 
 
 @pytest.mark.parametrize(

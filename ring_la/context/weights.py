@@ -49,12 +49,12 @@ def _facts(model: nn.Module) -> dict[str, object]:
     """What ranks compare, the plain things first."""
     found = list(_whole(model))
     dtypes = ", ".join(sorted({str(p.dtype) for p in found}))
-    return {"parameters": len(found), "numbers": sum(p.numel() for p in found), "dtypes": dtypes, "bits": _sum(model)}
+    return {"parameters": len(found), "numbers": sum(p.numel() for p in found), "dtypes": dtypes, "bits": _sum(found)}
 
 
 @torch.no_grad()
-def _sum(model: nn.Module) -> int:
+def _sum(parameters: list[Tensor]) -> int:
     """A number that goes by every bit of them, and by which parameter has it."""
-    sums = [p.view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for p in _whole(model)]
+    sums = [p.view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
     by_device = {s.device: [t for t in sums if t.device == s.device] for s in sums}
     return hash(tuple(n for some in by_device.values() for n in torch.stack(some).tolist()))

@@ -44,8 +44,9 @@ class KnownCall:
     def learn(self, local: Any, tensors: Tensors, way: Hashable = None) -> None:
         """How a backend has just done it, if it says so."""
         shortcut = getattr(local, "shortcut", None)
-        if shortcut is not None:
-            self._shortcuts[way] = shortcut(tensors) or self._shortcuts.get(way)
+        found = None if shortcut is None else shortcut(tensors)
+        if found is not None:
+            self._shortcuts[way] = found
 
 
 def gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ Own = TypeVar("Own", bound="SpanRecurrence")
 
 
 @dataclass(frozen=True)
-class SpanRecurrence(Generic[Found]):
+class SpanRecurrence(ABC, Generic[Found]):
     """One rank's tokens under one rule; `given` are the inputs as they came."""
 
     plan: SpanPlan
@@ -41,9 +42,9 @@ class SpanRecurrence(Generic[Found]):
         plan = SpanPlan.of(rule, inputs, cu, scale)
         return cls(plan, plan.ready(inputs), inputs, use)
 
+    @abstractmethod
     def _maps(self, all: bool) -> Found:
         """The spans' maps; `all`: that of a piece's last span, too."""
-        raise NotImplementedError
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[Found] | None = None) -> Summary[Found]:
         found = self._maps(True) if known is None else known.found
