@@ -66,8 +66,8 @@ HALVES = 2.2e-3
 
 def check(
     function, x: list[Tensor], cu, got: dict[str, Tensor], S0: Tensor, do: Tensor, dS: Tensor, limit: float = LIMIT
-) -> None:
-    """Outputs, states and all gradients."""
+) -> dict[str, float]:
+    """Outputs, states and all gradients; their errors."""
     leaves = [t.double().requires_grad_() for t in (*x, S0)]
     want = function(*leaves[:-1], initial_state=leaves[-1], output_final_state=True, cu_seqlens=cu)
     grads = torch.autograd.grad((want.o, want.final_state), leaves, (do.double(), dS.double()))
@@ -75,6 +75,7 @@ def check(
     wanted = {"o": want.o, "S": want.final_state, **dict(zip(names, grads, strict=True))}
     found = {n: ((got[n].reshape(y.shape).double() - y).norm() / y.norm()).item() for n, y in wanted.items()}
     assert all(e <= limit for e in found.values()), found
+    return found
 
 
 class FarCall(gdn_launches.GDNCall):
@@ -256,7 +257,9 @@ def test_kda(waits):
     o, S = kda_launches.forward(inputs, None, 128**-0.5, S0[None], True)
     grads, dS0 = kda_launches.gradients(inputs, None, 128**-0.5, S0[None], do, dS[None])
     got = {"o": o, "S": S, "S0": dS0, **{n: x for n, x in grads._asdict().items() if x is not None}}
-    check(reference.kda, [q, k, v, g, beta], None, got, S0, do, dS)
+    found = check(reference.kda, [q, k, v, g, beta], None, got, S0, do, dS)
+    # where gates forget, what a token reads of its own write is most of it, and no factor's rounding is in that
+    assert waits or max(found[n] for n in ("o", "q", "beta")) < 2.4e-3, found
 
 
 FAULTY = """

@@ -191,6 +191,7 @@ INLINE u32 as_tf32(float x) {  // rounded
 INLINE void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait for what was committed (`wg_wait`). Registers are named behind the wait (`wg_settled`), so that nothing reads them before it.
+INLINE void wg_settled(u32 (&a)[4]) { asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory"); }
 INLINE void wg_settled(float (&d)[8]) { asm volatile("" : F8(d)::"memory"); }
 INLINE void wg_settled(float (&d)[16]) { asm volatile("" : F16(d)::"memory"); }
 INLINE void wg_settled(float (&d)[32]) { asm volatile("" : F32(d)::"memory"); }

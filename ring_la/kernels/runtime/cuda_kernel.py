@@ -159,16 +159,30 @@ def compiled(kernel: CudaKernel, architecture: str) -> bytes:
     Raises:
         RuntimeError: NVRTC refuses it; its words.
     """
-    source, headers = kernel.file.read_text(), _headers(kernel.file)
-    options = [f"--gpu-architecture={architecture}", "-default-device", *(f"-D{d}" for d in kernel.defines)]
+    source, headers, options = _given(kernel, architecture)
     key = "\0".join([source, *headers.values(), *options, _nvrtc_version()])
     cache, name = disk_cache(hashlib.sha256(key.encode()).hexdigest()), f"{kernel.name}.cubin"
     known = cache.get_file(name)
     if known is not None:
         return Path(known).read_bytes()
-    code = _compile(kernel.file.name, source, headers, options)
+    code, _ = _compile(kernel.file.name, source, headers, options)
     cache.put(code, name, binary=True)
     return code
+
+
+def build(kernel: CudaKernel, architecture: str, *options: str) -> tuple[bytes, str]:
+    """The machine code of a kernel, compiled anew, and what NVRTC says of it; `options`: more of its options.
+
+    Raises:
+        RuntimeError: NVRTC refuses it; its words.
+    """
+    return _compile(kernel.file.name, *_given(kernel, architecture, *options))
+
+
+def _given(kernel: CudaKernel, architecture: str, *more: str) -> tuple[str, dict[str, str], list[str]]:
+    """A kernel's source, its headers, and what it is compiled with."""
+    options = [f"--gpu-architecture={architecture}", "-default-device", *(f"-D{d}" for d in kernel.defines), *more]
+    return kernel.file.read_text(), _headers(kernel.file), options
 
 
 def _headers(file: Path) -> dict[str, str]:
@@ -184,7 +198,7 @@ def _headers(file: Path) -> dict[str, str]:
     return found
 
 
-def _compile(name: str, source: str, headers: dict[str, str], options: Sequence[str]) -> bytes:
+def _compile(name: str, source: str, headers: dict[str, str], options: Sequence[str]) -> tuple[bytes, str]:
     library, program = _nvrtc(), ctypes.c_void_p()
 
     def strings(texts: Sequence[str]) -> ctypes.Array:
@@ -200,10 +214,11 @@ def _compile(name: str, source: str, headers: dict[str, str], options: Sequence[
     bodies, names = strings([*headers.values()]), strings([*headers])
     library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), bodies, names)
     try:
-        if library.nvrtcCompileProgram(program, len(options), strings(options)):
-            log = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode()
+        failed = library.nvrtcCompileProgram(program, len(options), strings(options))
+        log = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode()
+        if failed:
             raise RuntimeError(f"NVRTC cannot compile {name} with {' '.join(options)}:\n{log}")
-        return text("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
+        return text("nvrtcGetCUBINSize", "nvrtcGetCUBIN"), log
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -4,7 +4,7 @@
 // With the names of gdn_forward.cu, B = tril(k k^T * E, -1), U = beta W, and from right to left the gradient dS of the state
 // after a chunk:
 //
-//   dU = e^(GL - G) k dS + scale P^T dO     L = N^T dU     dbeta = sum_V L W     dV = dR = diag(beta) L
+//   dU = e^(GL - G) k dS + scale P^T dO     L = dU + N^T dU     dbeta = sum_V L W     dV = dR = diag(beta) L
 //   dP = scale tril(dO U^T) * E             dB = -tril(dR U^T, -1) * E
 //   dq = scale e^G dO S^T + dP k            dk = -e^G dR S^T + dB k + (e^(GL - G) U dS^T + dP^T q + dB^T k)
 //   dS <- e^GL dS + scale (e^G q)^T dO - (e^G k)^T dR
@@ -263,15 +263,13 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         u32 e[2];
         lds64(e, at + OFF_E + 128 + nt * 32 + column);
 #pragma unroll
-        for (int j = 0; j < 4; j++) X[4 * nt + j] = fmaf(X[4 * nt + j], __uint_as_float(e[j & 1]), a.scale * L[4 * nt + j]);
+        for (int j = 0; j < 4; j++) L[4 * nt + j] = fmaf(X[4 * nt + j], __uint_as_float(e[j & 1]), a.scale * L[4 * nt + j]);
       }
-#pragma unroll
-      for (int j = 0; j < 16; j++) L[j] = 0.f;
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         u32 f[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) f[j] = pack(X[8 * m + 2 * j], X[8 * m + 2 * j + 1]);
+        for (int j = 0; j < 4; j++) f[j] = pack(L[8 * m + 2 * j], L[8 * m + 2 * j + 1]);
 #pragma unroll
         for (int jp = 0; jp <= m; jp++) {
           ldm_trans(p, at + OFF_N + pair_place(16 * m + rt, 2 * jp + ct));

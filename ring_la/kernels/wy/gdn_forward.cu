@@ -5,10 +5,10 @@
 //
 // Chunks of 32 tokens, K = V = 128. With G the running sum of g in a chunk and GL its last, E_ij = e^(G_i - G_j),
 //
-//   M = (I + diag(beta) tril(k k^T * E, -1))^-1 diag(beta),   P = tril(q k^T * E)
-//   U = M (V - e^G k S),   o = scale (e^G q S + P U),   S <- e^GL S + k^T (e^(GL - G) U)
+//   N = (I + diag(beta) tril(k k^T * E, -1))^-1 - I,   P = tril(q k^T * E)
+//   X = diag(beta) (V - e^G k S),   U = X + N X,   o = scale (e^G q S + P U),   S <- e^GL S + k^T (e^(GL - G) U)
 //
-// A program works through a span of one head: four warps make M and P, a chunk each, and eight carry the state
+// so that a token's own part of U is rounded once. A program works through a span of one head: four warps make N and P, a chunk each, and eight carry the state
 // transposed, [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
 //
 // A span that is not a piece's first starts up to sixteen chunks early from zero where the norm of what entered there has
@@ -24,7 +24,7 @@
 
 #define MAKERS 4 // warps that make pairs
 
-// A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; M; P. With KEEP N in place of M; B = tril(k k^T * E, -1).
+// A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; N; P. With KEEP B = tril(k k^T * E, -1).
 #if KEEP
 #define SLOTS 6  // chunks under way
 #define SLOT 30720
@@ -36,12 +36,12 @@
 #endif
 #define OFF_Q 4096
 #define OFF_V 16384
-#define OFF_M 24576
+#define OFF_N 24576
 #define OFF_P 26624
 #define OFF_B 28672
 #define HALF 8192               // from 64 channels of k and q to the others
 #define TRIANGLES (SLOTS * SLOT + STAGE)
-#define FACTOR 384              // of a slot's tokens: e^G, e^(GL - G), with KEEP beta
+#define FACTOR 384              // of a slot's tokens: e^G, e^(GL - G), beta
 #define FACTORS (TRIANGLES + MAKERS * TRIANGLE)
 #define BARS (FACTORS + SLOTS * FACTOR) // of each slot: full, empty
 #define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
@@ -142,7 +142,7 @@ INLINE void keep_pairs(u16* to, u32 at, int lane) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     u32 z[4];
-    lds128(z, at + OFF_M + i * 512 + lane * 16);
+    lds128(z, at + OFF_N + i * 512 + lane * 16);
     stg128((char*)to + i * 512 + lane * 16, z);
   }
 }
@@ -177,26 +177,21 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     }
     sts32(factors + lane * 4, __float_as_uint(ex2(G)));
     sts32(factors + 128 + lane * 4, __float_as_uint(ex2(__shfl_sync(~0u, G, C - 1) - G)));
-#if KEEP
     sts32(factors + 256 + lane * 4, __float_as_uint(b));
-#endif
+    asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
     cp_wait();
     __syncwarp();
     make_pairs(G, b, at, triangle, lane);
     __syncwarp();
-#if !KEEP
-    const float mine = b;
-#endif
     const bool more = c + MAKERS < total;
     const bool now = more && (c >= last || c + MAKERS < last) && uniform(is_empty(c + MAKERS));
     if (now) ask(c + MAKERS);
+    asm volatile("" : "+r"(w));
+    invert(at + OFF_N, base + TRIANGLES + w * TRIANGLE, lane);
 #if KEEP
-    invert(1.f, at + OFF_M, triangle, lane);
     __syncwarp();
     const int own = t0 + (c - last) * C - x.begin;
     if (c >= last && own >= 0) keep_pairs(a.kept_pairs + kept_at(a, x.chunk + own / C, h) * (2 * C * C), at, lane);
-#else
-    invert(mine, at + OFF_M, triangle, lane);
 #endif
     proxy_fence();
     __syncwarp();
@@ -287,8 +282,9 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #pragma unroll
     for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
     wg_wait(RO);
+    float U[4][4];  // X for now
 #if KEEP
-    float W[16];  // R for now
+    float W[16];  // V - e^G k S for now
 #endif
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -296,29 +292,26 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       for (int i = 0; i < 4; i++) {
         const float* r = RO + 8 * m + 2 * i;
         const float(&e)[2] = E[2 * m + (i >> 1)];
-#if KEEP
         u32 b[2];
         lds64(b, factors + 256 + (2 * m + (i >> 1)) * 32 + column);
-        float* y = W + 8 * m + 4 * (i >> 1) + 2 * (i & 1);
-        y[0] = fmaf(-e[0], r[0], lo(v[m][i])); y[1] = fmaf(-e[1], r[1], hi(v[m][i]));
-        v[m][i] = pack(y[0] * __uint_as_float(b[0]), y[1] * __uint_as_float(b[1]));
-#else
-        v[m][i] = pack(fmaf(-e[0], r[0], lo(v[m][i])), fmaf(-e[1], r[1], hi(v[m][i])));
+        const float y0 = fmaf(-e[0], r[0], lo(v[m][i])), y1 = fmaf(-e[1], r[1], hi(v[m][i]));
+#if KEEP
+        W[8 * m + 2 * i] = y0; W[8 * m + 2 * i + 1] = y1;
 #endif
+        float* x = U[0] + 8 * m + 2 * i;
+        x[0] = y0 * __uint_as_float(b[0]); x[1] = y1 * __uint_as_float(b[1]);
+        v[m][i] = pack(x[0], x[1]);
       }
-    {
-      float U[4][4] = {};
-      add_pairs(U[0], v, at + OFF_M, rb, cb);
+    add_pairs(U[0], v, at + OFF_N, rb, cb);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        u32 r[2];
-        lds64(r, factors + 128 + i * 32 + column);
-        const float e0 = __uint_as_float(r[0]), e1 = __uint_as_float(r[1]);
-        u[i >> 1][2 * (i & 1)] = pack(U[i][0], U[i][1]);
-        u[i >> 1][2 * (i & 1) + 1] = pack(U[i][2], U[i][3]);
-        at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e0, U[i][1] * e1);
-        at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e0, U[i][3] * e1);
-      }
+    for (int i = 0; i < 4; i++) {
+      u32 r[2];
+      lds64(r, factors + 128 + i * 32 + column);
+      const float e0 = __uint_as_float(r[0]), e1 = __uint_as_float(r[1]);
+      u[i >> 1][2 * (i & 1)] = pack(U[i][0], U[i][1]);
+      u[i >> 1][2 * (i & 1) + 1] = pack(U[i][2], U[i][3]);
+      at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e0, U[i][1] * e1);
+      at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e0, U[i][3] * e1);
     }
     float* O = RO + 16;
     if (left) {  // before the state's products, which the tensor cores would finish first
@@ -332,7 +325,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     wg_commit();
     if (left) {
 #if KEEP
-      u32 y[2][4];  // W = R - B U
+      u32 y[2][4];  // W = V - e^G k S - B U
 #pragma unroll
       for (int m = 0; m < 2; m++)
 #pragma unroll

@@ -134,14 +134,14 @@ INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
 // Where 8 channels of V of a token lie: an operand of wgmma as it is, of 128-byte swizzle.
 INLINE u32 rows_place(int token, int chunk) { return (u32)((chunk >> 3) * 2048 + token * 128) + swz(token, chunk & 7); }
 
-// (I + pairs)^-1 diag(b) by forward substitution in fp32, a column a lane (both halves of the warp find the same); b: that
-// of column lane % 16. `pairs`: rows of 80 bytes, of which what lies below the diagonal is read. To bf16 rows of 32 bytes.
-INLINE void invert(float b, u32 to, u32 pairs, int lane) {
+// (I + pairs)^-1 - I by forward substitution in fp32, a column a lane (both halves of the warp find the same). `pairs`:
+// rows of 80 bytes, of which what lies below the diagonal is read. To bf16 rows of 32 bytes.
+INLINE void invert(u32 to, u32 pairs, int lane) {
   const int j = lane & 15;
   float y[C];
 #pragma unroll
   for (int i = 0; i < C; i++) {
-    y[i] = i == j ? b : 0.f;
+    y[i] = i == j ? 1.f : 0.f;
 #pragma unroll
     for (int m = 0; m < i; m += 4) {
       u32 r[4];
@@ -153,8 +153,25 @@ INLINE void invert(float b, u32 to, u32 pairs, int lane) {
   }
   if (lane < C) {
 #pragma unroll
-    for (int i = 0; i < C; i++) sts16(to + i * 32 + j * 2, (u16)(pack(y[i], 0.f) & 0xffff));
+    for (int i = 0; i < C; i++) sts16(to + i * 32 + j * 2, (u16)(pack(i == j ? 0.f : y[i], 0.f) & 0xffff));
   }
+}
+
+// The diagonal of a product of 16 rows and columns, as `mma` leaves it, times `scale`: to 16 floats
+INLINE void put_diagonal(const float (&x)[2][4], float scale, u32 to, int lane) {
+  const int r = lane >> 2;
+  if ((lane & 3) != r >> 1) return;
+  sts32(to + r * 4, __float_as_uint((r & 1 ? x[0][1] : x[0][0]) * scale));
+  sts32(to + (r + 8) * 4, __float_as_uint((r & 1 ? x[1][3] : x[1][2]) * scale));
+}
+
+// Numbers of tokens 2t, 2t + 1, 8 + 2t, 9 + 2t of lane t of four
+INLINE void of_tokens(float (&x)[4], u32 at, int lane) {
+  u32 y[2][2];
+  lds64(y[0], at + 2 * (lane & 3) * 4);
+  lds64(y[1], at + (8 + 2 * (lane & 3)) * 4);
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = __uint_as_float(y[i >> 1][i & 1]);
 }
 
 // The span and head of this program, whose number stands at `said`. Read again for every pass, so that no register holds

@@ -1,22 +1,22 @@
 // KDA's gradients in one launch, from what kda_forward.cu with KEEP left: the state S before each chunk, and W = U / beta.
 //
-// With the names of kda_forward.cu, N = (I + diag(beta) tril(kg ki^T, -1))^-1, and from right to left the gradient dS of
-// the state after a chunk:
+// With the names of kda_forward.cu, but N = (I + diag(beta) tril(kg ki^T, -1))^-1 - I, and from right to left the gradient dS
+// of the state after a chunk:
 //
-//   dU = kd dS + P^T dO        L = N^T dU        dbeta = sum_V L W        dV = dR = diag(beta) L
-//   dP = tril(dO U^T)          dA = -tril(dR U^T, -1)
+//   dU = kd dS + P^T dO + diag(p) dO        L = dU + N^T dU        dbeta = sum_V L W        dV = dR = diag(beta) L
+//   dP = tril(dO U^T, -1)      dp = diag(dO U^T)           dA = -tril(dR U^T, -1)
 //   dqg = dO S^T + dP ki       dkg = -dR S^T + dA ki       dki = dA^T kg + dP^T qg       dkd = U dS^T
 //   dS <- e^GL dS + qg^T dO - kg^T dR
 //
-// and q, k, g get theirs by the factors. A program works through a span of one head from its end to its begin: three warps
+// and q, k, g get theirs by the factors; q and k those of p in fp32, which no gate touches. A program works through a span of one head from its end to its begin: three warps
 // make the factors of a chunk each, one fetches states and finds dP and dA, eight carry dS transposed, [V, K]. A span that
 // is not a piece's last starts one or two chunks late from zero where those forget what comes from the right (the bound
 // of kda.cuh), else it waits for the span after it. A chunk whose factors would not fit gives NaN.
 #include "kda.cuh"
 
 #define SLOTS 3
-// A slot: q, k, then qg, kg; kd; ki; g, then its running sum; dO and dR; W; P, N, dP, dA; e^GL; beta
-#define SLOT 39936
+// A slot: q, k, then qg, kg; kd; ki; g, then its running sum; dO and dR; W; k; P, N, dP, dA; e^GL; beta, p, dp
+#define SLOT 44032
 #define OFF_QG 0
 #define OFF_KG 4096
 #define OFF_KD 8192
@@ -24,16 +24,19 @@
 #define OFF_G 16384
 #define OFF_X 24576
 #define OFF_W 32768
-#define OFF_P 36864
-#define OFF_N 37376
-#define OFF_DP 37888
-#define OFF_DA 38400
-#define OFF_E 38912
-#define OFF_B 39424
+#define OFF_K 36864
+#define OFF_P 40960
+#define OFF_N 41472
+#define OFF_DP 41984
+#define OFF_DA 42496
+#define OFF_E 43008
+#define OFF_B 43520
+#define OFF_D 43584
+#define OFF_DD 43648
+#define PAIRS (OFF_X + 2048)           // what is inverted, where dR comes later
 #define STATES (SLOTS * SLOT)          // two, [K half][V row][64 channels]
 #define ADJOINT (STATES + 2 * 32768)   // dS the same way
-#define PAIRS (ADJOINT + 32768)        // of each warp that makes factors: the triangle it inverts
-#define SUMS (PAIRS + SLOTS * 1280)    // of each warp that carries dS: its part of dbeta
+#define SUMS (ADJOINT + 32768)         // of each warp that carries dS: its part of dbeta
 #define BARS (SUMS + 8 * 64)           // of each slot: full, empty, dR there, dP and dA there
 #define BARS_S (BARS + SLOTS * 32)     // of each state: full, empty
 #define HARD (BARS_S + 2 * 16)
@@ -104,7 +107,7 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
 #endif
 }
 
-// qg and kg over q and k, G (by log2) over g, ki and kd to their places. E: e^GL.
+// qg and kg over q and k, G (by log2) over g, ki, kd and k to their places. E: e^GL.
 INLINE void make_factors(const float (&E)[4], float scale, u32 at, int lane) {
   const int chunk = lane >> 1;
   const u32 half = (lane & 1) * 8;
@@ -136,6 +139,7 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, int lane) {
       const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
       sts64(place + OFF_QG, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
       sts64(place + OFF_KG, pack(k0 * up[0], k1 * up[1]), pack(k2 * up[2], k3 * up[3]));
+      sts64(at + OFF_K + i * 256 + swz(i, chunk) + half, k[l][0], k[l][1]);
       sts64(at + OFF_KI + i * 256 + swz(i, chunk) + half, pack(k0 * down[0], k1 * down[1]), pack(k2 * down[2], k3 * down[3]));
       sts64(at + OFF_KD + rows_place(i, chunk) + half, pack(k0 * to_end[0], k1 * to_end[1]),
             pack(k2 * to_end[2], k3 * to_end[3]));
@@ -144,8 +148,9 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, int lane) {
   }
 }
 
-// P to its place, and diag(beta) kg ki^T (rows of 80 bytes) to `pairs`; b: the beta of token lane % 16
-INLINE void make_pairs(float b, u32 at, u32 pairs, int lane) {
+// P to its place, and diag(beta) kg ki^T (rows of 80 bytes) to the place of dR; b: the beta of token lane % 16
+INLINE void make_pairs(float b, u32 at, int lane) {
+  const u32 pairs = at + PAIRS;
   float A[2][4] = {}, P[2][4] = {};
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
@@ -163,17 +168,31 @@ INLINE void make_pairs(float b, u32 at, u32 pairs, int lane) {
 #pragma unroll
   for (int nt = 0; nt < 2; nt++) {
     const int j = nt * 8 + 2 * (lane & 3);
-    sts32(at + OFF_P + r * 32 + j * 2, pack(j <= r ? P[nt][0] : 0.f, j + 1 <= r ? P[nt][1] : 0.f));
-    sts32(at + OFF_P + (r + 8) * 32 + j * 2, pack(j <= r + 8 ? P[nt][2] : 0.f, j + 1 <= r + 8 ? P[nt][3] : 0.f));
+    sts32(at + OFF_P + r * 32 + j * 2, pack(j < r ? P[nt][0] : 0.f, j + 1 < r ? P[nt][1] : 0.f));
+    sts32(at + OFF_P + (r + 8) * 32 + j * 2, pack(j < r + 8 ? P[nt][2] : 0.f, j + 1 < r + 8 ? P[nt][3] : 0.f));
     sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * b0), __float_as_uint(A[nt][1] * b0));
     sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * b1), __float_as_uint(A[nt][3] * b1));
   }
 }
 
+// p to its place, of q and k before factors take theirs
+INLINE void read_own(float scale, u32 at, int lane) {
+  float p[2][4] = {};
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 q[4], k[4];
+    ldm(q, at + OFF_QG + by_token(ra, 2 * ks + ca));
+    ldm(k, at + OFF_KG + by_token(ra, 2 * ks + ca));
+    mma(p[0], q, k[0], k[2]); mma(p[1], q, k[1], k[3]);
+  }
+  put_diagonal(p, scale, at + OFF_D, lane);
+}
+
 // The chunks of `passes` over a span, n each: of one, or of three, the second of which is without dO.
 INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, u32 base, int w, int lane) {
   const Args& a = b.a;
-  const u32 at = base + w * SLOT, pairs = base + PAIRS + w * 1280, full = base + BARS + w * 32;
+  const u32 at = base + w * SLOT, full = base + BARS + w * 32;
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
@@ -199,12 +218,14 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
     if (!hard) {
 #pragma unroll
       for (int j = 0; j < 4; j++) E[j] = ex2(E[j] * LOG2E);
+      read_own(a.scale, at, lane);
       make_factors(E, a.scale, at, lane);
       sts128(at + OFF_E + lane * 16, E);
       __syncwarp();
-      make_pairs(beta, at, pairs, lane);
+      make_pairs(beta, at, lane);
       __syncwarp();
-      invert(1.f, at + OFF_N, pairs, lane);
+      asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
+      invert(at + OFF_N, at + PAIRS, lane);
     }
     proxy_fence();
     __syncwarp();
@@ -212,7 +233,7 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
   }
 }
 
-// -- one warp: states on their way in, dP and dA ---------------------------------------------------------------------
+// -- one warp: states on their way in, dP, dp and dA ---------------------------------------------------------------------
 
 INLINE void pair_gradients(u32 at, int lane) {
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
@@ -234,11 +255,13 @@ INLINE void pair_gradients(u32 at, int lane) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int i = r + 8 * e;
-      const float p0 = P[nt][2 * e] * b0, p1 = P[nt][2 * e + 1] * b1, a0 = -A[nt][2 * e] * b0, a1 = -A[nt][2 * e + 1] * b1;
-      sts32(at + OFF_DP + i * 32 + j * 2, pack(j <= i ? p0 : 0.f, j + 1 <= i ? p1 : 0.f));
+      P[nt][2 * e] *= b0, P[nt][2 * e + 1] *= b1;
+      const float a0 = -A[nt][2 * e] * b0, a1 = -A[nt][2 * e + 1] * b1;
+      sts32(at + OFF_DP + i * 32 + j * 2, pack(j < i ? P[nt][2 * e] : 0.f, j + 1 < i ? P[nt][2 * e + 1] : 0.f));
       sts32(at + OFF_DA + i * 32 + j * 2, pack(j < i ? a0 : 0.f, j + 1 < i ? a1 : 0.f));
     }
   }
+  put_diagonal(P, 1.f, at + OFF_DD, lane);
 }
 
 // Chunks from `first` on are the span's own; those before it only bring dS.
@@ -292,16 +315,21 @@ INLINE void operands(u32 (&f)[8][4], const float (&S)[16][4]) {
     for (int i = 0; i < 4; i++) f[ks][i] = pack(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
 }
 
-// The gradient of what was solved for: L = N^T (dU + P^T dO), by columns of V; in: kd dS
-INLINE void solve(float (&L)[8], float (&dU)[8], const u32 (&dout)[4], u32 at, int lane) {
+// The gradient of what was solved for, by columns of V: L from kd dS, over it
+INLINE void solve(float (&L)[8], const u32 (&dout)[4], u32 at, int lane) {
   const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
   u32 p[4], n[4];
+  float own[4];
   ldm_trans(p, at + OFF_P + rt * 32 + ct * 16);
   ldm_trans(n, at + OFF_N + rt * 32 + ct * 16);
-  mma(dU, dout, p[0], p[1]); mma(dU + 4, dout, p[2], p[3]);
-  const u32 f[4] = {pack(dU[0], dU[1]), pack(dU[2], dU[3]), pack(dU[4], dU[5]), pack(dU[6], dU[7])};
+  of_tokens(own, at + OFF_D, lane);
 #pragma unroll
-  for (int j = 0; j < 8; j++) L[j] = 0.f;
+  for (int f = 0; f < 4; f++) {
+    L[2 * f] = fmaf(own[f & 2], lo(dout[f]), L[2 * f]);
+    L[2 * f + 1] = fmaf(own[(f & 2) + 1], hi(dout[f]), L[2 * f + 1]);
+  }
+  mma(L, dout, p[0], p[1]); mma(L + 4, dout, p[2], p[3]);
+  const u32 f[4] = {pack(L[0], L[1]), pack(L[2], L[3]), pack(L[4], L[5]), pack(L[6], L[7])};
   mma(L, f, n[0], n[1]); mma(L + 4, f, n[2], n[3]);
 }
 
@@ -345,11 +373,12 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[8], cons
   const Args& a = b.a;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2, tq = lane & 3;
-  u32 qg[4], kg[4], ki[4], kd[4];
+  u32 qg[4], kg[4], ki[4], kd[4], k_[4];
   ldm_trans(qg, at + OFF_QG + by_token(rb, kc + cb));
   ldm_trans(kg, at + OFF_KG + by_token(rb, kc + cb));
   ldm_trans(ki, at + OFF_KI + rb * 256 + swz(rb, kc + cb));
   ldm_trans(kd, at + OFF_KD + rows_place(rb, kc + cb));
+  ldm_trans(k_, at + OFF_K + rb * 256 + swz(rb, kc + cb));
 #pragma unroll
   for (int j = 8; j < 16; j++) Y[j] = -Y[j];
   float I[8] = {};
@@ -365,6 +394,8 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[8], cons
     mma(I, kg, p[0], p[1]); mma(I + 4, kg, p[2], p[3]);
   }
   u32 dq[4], dk[4];
+  float own[4];
+  of_tokens(own, at + OFF_DD, lane);
 #pragma unroll
   for (int e = 0; e < 2; e++) {  // rows r and r + 8
     const int channel = kc * 8 + r + 8 * e;
@@ -378,8 +409,8 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[8], cons
       const float dkd = Z[j] * lds(at + OFF_B + token * 4), last = of(kd) * dkd;
       dG[i] = of(qg) * Y[j] + of(kg) * Y[8 + j] - of(ki) * I[j] - last;
       ended += last;
-      q[i] = Y[j] * (up * a.scale);
-      k[i] = Y[8 + j] * up + I[j] * down + dkd * (E * down);
+      q[i] = a.scale * fmaf(Y[j], up, own[i] * of(k_));
+      k[i] = Y[8 + j] * up + fmaf(own[i], of(qg), I[j]) * down + dkd * (E * down);
     }
     ended += __shfl_xor_sync(~0u, ended, 1);
     ended += __shfl_xor_sync(~0u, ended, 2);
@@ -463,7 +494,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         refuse_chunk(b, S, t, 0, h, w * 32 + lane);
       }
     } else if (own || c >= skip) {
-      float dU[8], L[8];
+      float L[8], beta[4];
       u32 dout[4], dr[4];
       {
         u32 f[8][4];
@@ -471,7 +502,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         wg_fence();
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
-          wgmma16(dU, f[ks], descriptor(at + OFF_KD + (ks >> 2) * 2048, 16, 1024) + (ks & 3) * 2, ks > 0);
+          wgmma16(L, f[ks], descriptor(at + OFF_KD + (ks >> 2) * 2048, 16, 1024) + (ks & 3) * 2, ks > 0);
         wg_commit();
         if (own) {
 #pragma unroll
@@ -479,16 +510,11 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         }
       }
       ldm_trans(dout, at + OFF_X + by_value(rb, w * 2 + cb));
-      wg_wait(dU);
-      solve(L, dU, dout, at, lane);
-      u32 beta[2][2];
-      lds64(beta[0], at + OFF_B + 2 * tq * 4);
-      lds64(beta[1], at + OFF_B + (8 + 2 * tq) * 4);
+      wg_wait(L);
+      solve(L, dout, at, lane);
+      of_tokens(beta, at + OFF_B, lane);
 #pragma unroll
-      for (int f = 0; f < 4; f++) {
-        const u32* z = beta[f >> 1];
-        dr[f] = pack(L[2 * f] * __uint_as_float(z[0]), L[2 * f + 1] * __uint_as_float(z[1]));
-      }
+      for (int f = 0; f < 4; f++) dr[f] = pack(L[2 * f] * beta[f & 2], L[2 * f + 1] * beta[(f & 2) + 1]);
       if (own) {
         u32 v[4];
         ldm_trans(v, at + OFF_W + rows_place(rb, w * 2 + cb));
@@ -526,10 +552,15 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       }
 #pragma unroll
       for (int f = 0; f < 4; f++) dr[f] ^= 0x80008000u;
+      wg_settled(S);  // and operands: what is made behind the fence makes the compiler wait for each product
+      wg_settled(dout);
+      wg_settled(dr);
       wg_fence();
       wgmma128(S, dout, descriptor(at + OFF_QG, 1024, 2048));
       wgmma128(S, dr, descriptor(at + OFF_KG, 1024, 2048));
+      wg_commit();
       if (own) {
+        wg_fence();
         const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)
@@ -553,7 +584,6 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         between_warps();  // before the tile of dS is written anew
         if (lane == 0) bar_arrive(bar_s + 8);
       } else {
-        wg_commit();
         wg_wait(S);
       }
     }

@@ -6,8 +6,11 @@
 // Chunks of 16 tokens, K = V = 128. With G the running sum of g in a chunk and GL its last,
 //
 //   kg = k e^G,  qg = scale q e^G,  ki = k e^-G,  kd = k e^(GL - G)
-//   M = (I + diag(beta) tril(kg ki^T, -1))^-1 diag(beta),   P = tril(qg ki^T)
-//   U = M (V - kg S),   o = qg S + P U,   S <- e^GL S + kd^T U
+//   N = (I + tril(kg ki^T, -1) diag(beta))^-1 - I,   P = tril(qg ki^T, -1),   p = scale (q . k)
+//   X = V - kg S,   U = diag(beta) (X + N X),   o = qg S + P U + diag(p) U,   S <- e^GL S + kd^T U
+//
+// What a token writes, and what it reads of it, is most of what a gate that forgets leaves: it is added in fp32, of p that
+// no factor was rounded for; only what other tokens do goes through bf16.
 //
 // A program works through a span of one head: eight warps make the factors, a chunk each, and eight carry the state
 // transposed, [V, K], as accumulators. Where a chunk's factors would not fit (GL below -82) it goes token by token.
@@ -21,15 +24,16 @@
 
 #define SLOTS 8 // chunks under way, one a warp that makes factors
 
-// A slot: k and q, then kg and qg (128-byte swizzle, 64 channels a row); g, then kd in its place; v, then o; M; P; e^GL.
+// A slot: k and q, then kg and qg (128-byte swizzle, 64 channels a row); g, then kd in its place; v, then o; N; P; e^GL; beta; p.
 #define SLOT 22528
 #define OFF_KQ 0
 #define OFF_G 8192
 #define OFF_V 16384
-#define OFF_M 20480
+#define OFF_N 20480
 #define OFF_P 20992
 #define OFF_E 21504
-#define OFF_B 22016  // beta, where it is kept apart from M
+#define OFF_B 22016
+#define OFF_D 22080
 #define SCRATCH (SLOTS * SLOT) // of each warp that makes factors: ki, and the triangle it inverts
 #define OWN (4096 + 1280)
 #define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
@@ -120,7 +124,21 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, in
   }
 }
 
-// P to its place, and beta kg ki^T (rows of 80 bytes) to `pairs`. b: the beta of token lane % 16.
+// p to its place, of q and k before factors take theirs
+INLINE void read_own(float scale, u32 at, int lane) {
+  float p[2][4] = {};
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 q[4], k[4];
+    ldm(q, at + kq(16 + ra, 2 * ks + ca));
+    ldm(k, at + kq(ra, 2 * ks + ca));
+    mma(p[0], q, k[0], k[2]); mma(p[1], q, k[1], k[3]);
+  }
+  put_diagonal(p, scale, at + OFF_D, lane);
+}
+
+// P to its place, and kg ki^T diag(beta) (rows of 80 bytes) to `pairs`. b: the beta of token lane % 16.
 INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   float A[2][4] = {}, P[2][4] = {};
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
@@ -134,24 +152,17 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
     mma(A[0], kg, ki[0], ki[1]); mma(A[1], kg, ki[2], ki[3]);
     mma(P[0], qg, ki[0], ki[1]); mma(P[1], qg, ki[2], ki[3]);
   }
+  asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
   const int r = lane >> 2;
-#if KEEP
-  if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(b));
-#else
-  const float b0 = __shfl_sync(~0u, b, r), b1 = __shfl_sync(~0u, b, r + 8);
-#endif
 #pragma unroll
   for (int nt = 0; nt < 2; nt++) {
     const int j = nt * 8 + 2 * (lane & 3);
-#if KEEP
-    const float c0 = __shfl_sync(~0u, b, j), c1 = __shfl_sync(~0u, b, j + 1);
-    sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * c0), __float_as_uint(A[nt][1] * c1));
-    sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * c0), __float_as_uint(A[nt][3] * c1));
-#else
-    sts32(at + OFF_P + r * 32 + j * 2, pack(j <= r ? P[nt][0] : 0.f, j + 1 <= r ? P[nt][1] : 0.f));
-    sts32(at + OFF_P + (r + 8) * 32 + j * 2, pack(j <= r + 8 ? P[nt][2] : 0.f, j + 1 <= r + 8 ? P[nt][3] : 0.f));
-    sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * b0), __float_as_uint(A[nt][1] * b0));
-    sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * b1), __float_as_uint(A[nt][3] * b1));
+    const float b0 = __shfl_sync(~0u, b, j), b1 = __shfl_sync(~0u, b, j + 1);
+    sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * b0), __float_as_uint(A[nt][1] * b1));
+    sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * b0), __float_as_uint(A[nt][3] * b1));
+#if !KEEP
+    sts32(at + OFF_P + r * 32 + j * 2, pack(j < r ? P[nt][0] : 0.f, j + 1 < r ? P[nt][1] : 0.f));
+    sts32(at + OFF_P + (r + 8) * 32 + j * 2, pack(j < r + 8 ? P[nt][2] : 0.f, j + 1 < r + 8 ? P[nt][3] : 0.f));
 #endif
   }
 }
@@ -180,21 +191,20 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     const float worst = fminf(fminf(E[0], E[1]), fminf(E[2], E[3]));
     const int hard = __any_sync(~0u, !(worst >= HARDEST));
     if (lane == 0) sts32(base + HARD + w * 4, hard);
-    if (hard) {
-      if (lane < C) sts32(at + OFF_M + lane * 4, __float_as_uint(b));
-    } else {
+    if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(b));
+    if (!hard) {
 #pragma unroll
       for (int j = 0; j < 4; j++) E[j] = ex2(E[j] * LOG2E);
+#if !KEEP
+      read_own(a.scale, at, lane);
+#endif
       make_factors(E, a.scale, at, ki_at, lane);
       sts128(at + OFF_E + lane * 16, E);
       __syncwarp();
       make_pairs(b, at, ki_at, pairs, lane);
       __syncwarp();
-#if KEEP
-      invert(1.f, at + OFF_M, pairs, lane);
-#else
-      invert(__shfl_sync(~0u, b, lane & 15), at + OFF_M, pairs, lane);
-#endif
+      asm volatile("" : "+r"(lane));
+      invert(at + OFF_N, pairs, lane);
       proxy_fence();
     }
     __syncwarp();
@@ -210,7 +220,7 @@ INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool wri
   int tq = lane & 3, r = lane >> 2;
   for (int i = 0; i < C; i++) {
     if (t + i >= end) return;
-    float b = lds(at + OFF_M + i * 4);
+    float b = lds(at + OFF_B + i * 4);
     float s[2] = {}, oo[2] = {};
 #pragma unroll
     for (int nt = 0; nt < 16; nt++) {
@@ -289,15 +299,16 @@ INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, int lane) {
   wg_commit();
 }
 
-// u = U of this warp's 16 columns of V, as an operand: M (v - kg S)
-INLINE void solve(u32 (&u)[4], const float (&RO)[16], const u32 (&v)[4], const u32 (&m)[4]) {
-  u32 f[4];
+// W = U / beta of this warp's 16 columns of V: X + N X, X = v - kg S
+INLINE void solve(float (&W)[8], const float (&RO)[16], const u32 (&v)[4], const u32 (&n)[4]) {
+  u32 x[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) f[i] = pack(lo(v[i]) - RO[2 * i], hi(v[i]) - RO[2 * i + 1]);
-  float U[2][4] = {};
-  mma(U[0], f, m[0], m[1]); mma(U[1], f, m[2], m[3]);
-#pragma unroll
-  for (int i = 0; i < 4; i++) u[i] = pack(U[i >> 1][2 * (i & 1)], U[i >> 1][2 * (i & 1) + 1]);
+  for (int i = 0; i < 4; i++) {
+    W[2 * i] = lo(v[i]) - RO[2 * i];
+    W[2 * i + 1] = hi(v[i]) - RO[2 * i + 1];
+    x[i] = pack(W[2 * i], W[2 * i + 1]);
+  }
+  mma(W, x, n[0], n[1]); mma(W + 4, x, n[2], n[3]);
 }
 
 #if KEEP
@@ -377,8 +388,8 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       __syncwarp();
       if (lane == 0) bar_arrive(bars + slot * 16 + 8);
     } else {
-      float RO[16];
-      u32 v[4], m[4];
+      float RO[16], U[8], beta[4];
+      u32 v[4], n[4];
 #if KEEP
       if (t >= begin)
         keep_state(S, (char*)(a.kept_S + kept_at(a, chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
@@ -386,24 +397,27 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       read_state(RO, S, at, lane);
       if (left) finish();
       ldm_trans(v, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
-      ldm(m, at + OFF_M + rb * 32 + cb * 16);
+      ldm(n, at + OFF_N + rb * 32 + cb * 16);
+      of_tokens(beta, at + OFF_B, lane);
       wg_wait(RO);
-      solve(u, RO, v, m);
-#if KEEP
+      solve(U, RO, v, n);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {  // what was solved for is W
-        u32 b[2];
-        lds64(b, at + OFF_B + ((i >> 1) * 8 + 2 * (lane & 3)) * 4);
-        kept[i] = u[i];
-        u[i] = pack(lo(u[i]) * __uint_as_float(b[0]), hi(u[i]) * __uint_as_float(b[1]));
-      }
+      for (int i = 0; i < 4; i++) {
+#if KEEP
+        kept[i] = pack(U[2 * i], U[2 * i + 1]);
 #endif
+        U[2 * i] *= beta[i & 2];
+        U[2 * i + 1] *= beta[(i & 2) + 1];
+        u[i] = pack(U[2 * i], U[2 * i + 1]);
+      }
       wg_fence();
       wgmma128(S, u, descriptor(at + OFF_G, 1024, 2048));
       wg_commit();
 #if !KEEP
+      float own[4];
+      of_tokens(own, at + OFF_D, lane);
 #pragma unroll
-      for (int j = 0; j < 8; j++) O[j] = RO[8 + j];
+      for (int j = 0; j < 8; j++) O[j] = fmaf(own[(j >> 2) * 2 + (j & 1)], U[j], RO[8 + j]);
 #endif
       left = true;
       wg_wait(S);

@@ -35,7 +35,7 @@ before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
 ARGUMENTS = "15Q10if4x"
-FORWARD_SHARED, BACKWARD_SHARED = 232448, 223680
+SHARED = 232448
 
 
 @functools.cache
@@ -44,9 +44,9 @@ def kernel(name: str, deferred: bool, *defines: str, maps: bool = False) -> Cuda
     `deferred`; `maps`: it finds spans' maps alone."""
     folder, defines = Path(__file__).parent, (*defines, f"DEFERRED={int(deferred)}", f"MAPS={int(maps)}")
     if name == "backward":
-        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
+        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, SHARED, defines)
     keep = f"KEEP={int(name == 'states')}"
-    return CudaKernel(folder / "kda_forward.cu", "kda_forward", ARGUMENTS, 512, FORWARD_SHARED, (*defines, keep))
+    return CudaKernel(folder / "kda_forward.cu", "kda_forward", ARGUMENTS, 512, SHARED, (*defines, keep))
 
 
 @functools.cache

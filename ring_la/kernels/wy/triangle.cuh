@@ -28,7 +28,7 @@ template <class Put> INLINE void substitute(float b, u32 triangle, int lane, Put
   }
 }
 
-// The same to bf16, by blocks of 16: those on the diagonal side by side, a column a lane, and then
+// (I + triangle)^-1 - I to bf16, by blocks of 16: those on the diagonal side by side, a column a lane, and then
 //
 //   (I + L)^-1 = [[N1, 0], [-N2 L21 N1, N2]]
 //
@@ -37,7 +37,7 @@ template <class Put> INLINE void substitute(float b, u32 triangle, int lane, Put
 INLINE u32 block_place(int block, int row, int column) { // of N1, N2
   return (u32)(block * 1024 + row * 64 + ((column ^ ((row >> 1 & 3) << 2)) << 2));
 }
-INLINE void invert(float b, u32 to, u32 triangle, int lane) {
+INLINE void invert(u32 to, u32 triangle, int lane) {
   asm volatile("" : "+r"(lane));  // no address is kept from chunk to chunk, for which there are no registers
   const int half = lane >> 4, c = lane & 15, r = lane >> 2, l = lane & 3;
   float y[16];
@@ -81,12 +81,9 @@ INLINE void invert(float b, u32 to, u32 triangle, int lane) {
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 16; i++)
-    sts16(to + pair_place(16 * half + i, lane >> 3) + (lane & 7) * 2, (u16)(pack(y[i] * b, 0.f) & 0xffff));
+    sts16(to + pair_place(16 * half + i, lane >> 3) + (lane & 7) * 2, (u16)(pack(i == c ? 0.f : y[i], 0.f) & 0xffff));
 #pragma unroll
-  for (int n = 0; n < 2; n++) {
-    const float b0 = -__shfl_sync(~0u, b, 8 * n + 2 * l), b1 = -__shfl_sync(~0u, b, 8 * n + 2 * l + 1);
+  for (int n = 0; n < 2; n++)
 #pragma unroll
-    for (int e = 0; e < 2; e++)
-      sts32(to + pair_place(16 + r + 8 * e, n) + l * 4, pack(Y[n][2 * e] * b0, Y[n][2 * e + 1] * b1));
-  }
+    for (int e = 0; e < 2; e++) sts32(to + pair_place(16 + r + 8 * e, n) + l * 4, pack(-Y[n][2 * e], -Y[n][2 * e + 1]));
 }
