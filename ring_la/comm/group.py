@@ -7,6 +7,7 @@ after the message and never blocks the host. A group of one rank sends nothing.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,11 +141,12 @@ class Group(Members):
         return None if self.agreement.calls is None else self.agreement.calls.died()
 
     def give_up(self, error: PeerError) -> None:
-        """Messages under way will not come, for an error that every later call raises."""
+        """Messages under way will not come, for an error that every later call raises. Waits for nothing: NCCL's abort
+        ends when no graph holds its messages, and whoever holds one is to learn of the error first."""
         if self.agreement.calls is not None:
             self.agreement.calls.give_up(error)
         if self.on_cuda:
-            self.group.abort()
+            threading.Thread(target=self.group.abort, name="ring_la abort", daemon=True).start()
 
     def put_by_kernel(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 
 import pytest
 import torch
 
 import ring_la
 from ring_la import comm
-from ring_la.comm import calls
+from ring_la.comm import calls, lookout
 from ring_la.comm.lookout import look_out
 from ring_la.integrations.ring_flash_attn import ring_flash_attn_func
 from tests.support.caught import caught
@@ -117,17 +118,21 @@ def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
     cp = ring_la.ContextParallel(group(), timeout=2.0 if how == "late" else PATIENCE)
     agreement, ended = cp.comm.agreement, threading.Event()
     one, other = (agreement.agree("this", {"scale": n}) for n in (1, 2))
-    look_out(agreement.calls, ended.set, lambda: how == "late")
+    lookout.AHEAD = 1.0
+    look_out(agreement.calls, ended.set, lambda: how in ("late", "ahead"))
     if rank:
+        if how == "ahead":  # its host was in further calls when it died
+            agreement.again(one)
+            agreement.again(one)
         time.sleep(0.5)
         return [caught(lambda: agreement.again(other))] if how == "differs" else []
     agreement.again(one)
-    agreement.calls._is_dead = lambda r: how == "died"
+    agreement.calls._is_dead = lambda r: how in ("died", "ahead")
     assert ended.wait(10)  # a device that waits
     return [caught(lambda: agreement.again(one)), caught(lambda: cp.comm.recv((1,), torch.float32, cp.device, 1))]
 
 
-@pytest.mark.parametrize("how", ["differs", "died", "late"])
+@pytest.mark.parametrize("how", ["differs", "died", "ahead", "late"])
 def test_a_host_that_waits_for_its_device_is_let_go(ranks, how):
     (again, message), other = ranks.run(2, check_lookout, how)  # nothing was sent
     assert again[0] == message[0]
@@ -140,6 +145,23 @@ def test_a_host_that_waits_for_its_device_is_let_go(ranks, how):
             == other[0][0]
             == ("DisagreementError: the ranks of this group disagree on this:\n  rank 0: scale=1\n  rank 1: scale=2")
         )
+
+
+def check_abort(rank: int) -> float:
+    """As on GPUs, where NCCL's abort waits for the graphs that hold its messages."""
+    cp, freed = ring_la.ContextParallel(group(), timeout=PATIENCE), threading.Event()
+    cp.comm.group = types.SimpleNamespace(abort=freed.wait, group_name=cp.comm.group.group_name)
+    cp.comm.on_cuda = True
+    start = time.monotonic()
+    cp.comm.give_up(ring_la.PeerError("gone"))
+    freed.set()
+    return time.monotonic() - start
+
+
+def test_a_host_goes_on_while_messages_are_aborted(ranks):
+    seconds = ranks.run(2, check_abort, timeout=20)
+    ranks.stop()
+    assert max(seconds) < 5
 
 
 def check_many(rank: int) -> int:

@@ -107,8 +107,10 @@ class Ranks:
             stacks = _stacks(self._processes[rank].pid)
             if stacks.exists() and self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-                time.sleep(0.5)
-                found[rank] = stacks.read_text()
+                deadline = time.monotonic() + 5  # a machine under load
+                while not found.get(rank) and time.monotonic() < deadline:
+                    time.sleep(0.5)
+                    found[rank] = stacks.read_text()
         return found
 
     def _collect(self, ranks: Sequence[int], timeout: float) -> list[Any]:
