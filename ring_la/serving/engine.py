@@ -188,6 +188,8 @@ class Engine:
         except BaseException as error:
             late = self.late()
             self._closed.set()
+            if isinstance(error, PeerError) and self.cp is not None:
+                self.cp.comm.give_up(error)  # else this rank's device may wait for them without end
             if isinstance(error, PeerError) and late:  # the others have left a piece before this one
                 self._end_all()
                 return
@@ -262,7 +264,7 @@ class Engine:
     def _end_all(self, message: str = "the server has stopped", kind: type[Failed] = Stopped) -> None:
         """End every request there is."""
         jobs = [*self._decoding.under_way, *self._prompts.jobs, *self._waiting.empty()] if self.ranks.leads else []
-        self.batch.clear()  # the other ranks know of no jobs
-        self._prompts.clear()
         for job in dict.fromkeys(jobs):  # one may be in two places
             job.fail(message, kind=kind)
+        self.batch.clear()  # the other ranks know of no jobs
+        self._prompts.clear()

@@ -37,10 +37,14 @@ def test_a_result_that_is_not_finite_fails_its_request_and_not_the_server():
     assert [job.tokens for job in jobs[1::2]] == [truth([5], 4), truth([6], 4), truth([7], 4)]
 
 
-def check_death(rank: int) -> tuple[str, str]:
-    """While all ranks decode a sequence, of which the last knows no more than its states."""
+def check_death(rank: int) -> tuple[str, str, list[str]]:
+    """While all ranks decode a sequence, of which the last knows no more than its states. Also what the engine does then,
+    one after the other."""
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
-    server, steps = engine(cp), []
+    server, steps, done = engine(cp), [], []
+    give_up, clear = cp.comm.give_up, server.batch.clear
+    cp.comm.give_up = lambda error: (done.append("gives messages up"), give_up(error))
+    server.batch.clear = lambda: (done.append(f"waits for the device, {len(job.events)} events told"), clear())
     step, said = server.model.step, io.StringIO()
     logging.getLogger("ring_la.serving").addHandler(handler := logging.StreamHandler(said))
 
@@ -58,7 +62,7 @@ def check_death(rank: int) -> tuple[str, str]:
         server.run()
     except PeerError as error:
         assert "Traceback" not in said.getvalue()
-        return str(error), str(job.events[-1:])
+        return str(error), str(job.events[-1:]), [*done, f"{len(job.events)} events"]
     finally:
         logging.getLogger("ring_la.serving").removeHandler(handler)
     raise AssertionError("nobody died")
@@ -69,6 +73,9 @@ def test_a_rank_that_dies_ends_the_server(ranks):
     assert "no sign of life from rank 2" in leader[0]
     assert "no sign of life from rank 2" in follower[0]
     assert "the server has failed (PeerError)" in leader[1]
+    told = leader[2][-1]
+    assert leader[2] == ["gives messages up", f"waits for the device, {told} told", told]
+    assert follower[2][:2] == ["gives messages up", "waits for the device, 0 events told"]
 
 
 def check_one_fails(rank: int) -> list[tuple[list[int], str]]:
