@@ -46,6 +46,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
     },
     **{f"discretise {V}": partial(gate_cases.step_case, V, V != 64, V != 80, T=900) for V in (5, 64, 80, 128)},
     **{f"steps {H}": partial(gate_cases.steps_case, H, H != 3, H == 80, H != 3, T=900) for H in (3, 80, 160)},
+    **{f"ahead {K}": partial(gate_cases.ahead_case, K, T=900) for K in (5, 64, 128)},
     **{f"beside {V}": partial(gate_cases.beside_case, V, T=900) for V in (64, 80)},
     **{f"skip {V} {w}": partial(gate_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},

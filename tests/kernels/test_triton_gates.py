@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.support.gate_cases import (
     CASES,
     DEVICE,
+    ahead_case,
     beside_case,
     decay_case,
     draw,
@@ -24,6 +25,7 @@ from tests.support.triton_cases import error
 
 interpreted()
 
+from ring_la.kernels.fused import ahead_kernel as triton_ahead  # noqa: E402
 from ring_la.kernels.fused import discretise_kernel as triton_discretise  # noqa: E402
 from ring_la.kernels.fused import log_decay_kernel as decay  # noqa: E402
 from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
@@ -70,6 +72,29 @@ def test_a_skip_comes_back_with_the_step() -> None:
     for got in both:
         assert [g.shape for g in got] == [t.shape for t in true]
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+@pytest.mark.parametrize("K", [5, 64])
+def test_ahead_of_a_decay(K: int) -> None:
+    true, *both = ahead_case(K)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_ahead_of_a_decay_one_gradient_may_be_missing() -> None:
+    """As the other were zero; and what is not finite stays so."""
+    p, g, da, dg = draw(1, 9, 3, 20), -draw(1, 9, 3).abs(), draw(1, 9, 3, 20), draw(1, 9, 3)
+    for given in ((da, None), (None, dg)):
+        zeros = [torch.zeros_like(t) if x is None else x for x, t in zip(given, (p, g))]
+        for got, want in zip(
+            triton_ahead.backward(*given, p, g, -1.0), triton_ahead.backward(*zeros, p, g, -1.0), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+    g[0, 3, 1] = float("nan")
+    a, kept = triton_ahead.forward(p, g, -1.0)
+    assert a[0, 3, 1].isnan().all()
+    assert int(kept.isnan().sum()) == 1
 
 
 @pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
@@ -123,6 +148,8 @@ def calls() -> dict[str, tuple]:
         "rms' gradient": (triton_rms.backward, dy, x, weight, None, True, 1e-5),
         "step": (triton_discretise.forward, wide, dt, A, bias, True),
         "step's gradient": (triton_discretise.backward, dy, dg, x, dt, A, None, True),
+        "ahead": (triton_ahead.forward, wide, dg, -1.0),
+        "ahead's gradient": (triton_ahead.backward, dy, None, wide, dg, -1.0),
         "skip": (triton_skip.forward, x, wide, D),
         "skip's gradient": (triton_skip.backward, dy, wide, D),
         "swiglu": (triton_swiglu.forward, x),

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused import discretise, log_decay, skip, steps, swiglu, unit_length
+from ring_la.kernels.fused import ahead, discretise, log_decay, skip, steps, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 from tests.support.interpreter import interpreted
 
 interpreted()
 
+from ring_la.kernels.fused import ahead_kernel as triton_ahead  # noqa: E402
 from ring_la.kernels.fused import discretise_kernel as triton_discretise  # noqa: E402
 from ring_la.kernels.fused import log_decay_kernel as decay  # noqa: E402
 from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
@@ -103,6 +104,22 @@ def step_case(
 
     ours = results(triton_discretise.forward, triton_discretise.backward)
     return [*out, *grads], ours, results(discretise.plain_discretise, discretise.plain_discretise_backward)
+
+
+def ahead_case(K: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): p e^−g, g from −2 on, and the gradients of p and g, which some are below."""
+    torch.manual_seed(0)
+    p, da = draw(2, T, 3 * K + 4, dtype=dtype)[..., : 3 * K].unflatten(2, (3, K)), draw(2, T, 3, K, dtype=dtype)
+    g, dg, least = -draw(2, T, 3, scale=2.0).abs(), draw(2, T, 3), -2.0
+    leaves = [t.double().requires_grad_() for t in (p, g)]
+    out = ahead.plain_ahead(*leaves, least)
+    grads = torch.autograd.grad(out, leaves, [da.double(), dg.double()])
+
+    def results(forward, backward) -> list[Tensor]:
+        return [*forward(p, g, least), *backward(da, dg, p, g, least)]
+
+    ours = results(triton_ahead.forward, triton_ahead.backward)
+    return [*out, *grads], ours, results(ahead.plain_ahead, ahead.plain_ahead_backward)
 
 
 def beside_case(V: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[list[Tensor], list, list]:
