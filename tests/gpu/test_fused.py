@@ -52,6 +52,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},
     **{f"turned {D}": partial(read_cases.turned_case, D, T=700) for D in (12, 32, 112, 128)},
     **{f"unit {D}": partial(gate_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
+    **{f"softmax {D}": partial(gate_cases.softmax_case, D, rows=1001) for D in (5, 64, 256)},
     **{f"swiglu {D}": partial(gate_cases.swiglu_case, D, rows=1001) for D in (5, 96, 2048, 5472)},
     **{f"bags {D}": partial(bag_cases.bag_case, D, rows=999) for D in (5, 2048, 7168)},
     **{f"loss {V}": partial(loss_cases.loss_case, V, rows=300) for V in (257, 4096, 32768, 151936)},

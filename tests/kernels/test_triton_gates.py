@@ -15,6 +15,7 @@ from tests.support.gate_cases import (
     draw,
     rms_case,
     skip_case,
+    softmax_case,
     step_case,
     steps_case,
     swiglu_case,
@@ -32,6 +33,7 @@ from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
 from ring_la.kernels.fused import skip_kernel as triton_skip  # noqa: E402
 from ring_la.kernels.fused import swiglu_kernel as triton_swiglu  # noqa: E402
 from ring_la.kernels.fused import unit_length_kernel as norm  # noqa: E402
+from ring_la.kernels.fused import wide_softmax_kernel as triton_softmax  # noqa: E402
 from ring_la.kernels.runtime.replayed_function import record_of  # noqa: E402
 
 
@@ -120,6 +122,19 @@ def test_unit_length(D: int) -> None:
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
+@pytest.mark.parametrize("D", [1, 5, 64])
+def test_wide_softmax(D: int) -> None:
+    true, *both = softmax_case(D)
+    for got in both:
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_a_wide_softmax_of_large_scores_is_finite_and_of_nan_is_nan() -> None:
+    x = torch.tensor([[1e30, -1e30, 0.0], [3e38, 3e38, -3e38], [0.0, float("nan"), 1.0]], device=DEVICE)
+    got = triton_softmax.forward(x)
+    torch.testing.assert_close(got, x.softmax(-1), equal_nan=True)
+
+
 def test_small_decays_keep_their_digits() -> None:
     a = torch.linspace(-30, 30, 61, device=DEVICE)[None, None]
     got = decay.forward(a, None, None, 1.0, 1.0)
@@ -152,6 +167,8 @@ def calls() -> dict[str, tuple]:
         "ahead's gradient": (triton_ahead.backward, dy, None, wide, dg, -1.0),
         "skip": (triton_skip.forward, x, wide, D),
         "skip's gradient": (triton_skip.backward, dy, wide, D),
+        "softmax": (triton_softmax.forward, x),
+        "softmax' gradient": (triton_softmax.backward, dy, wide),
         "swiglu": (triton_swiglu.forward, x),
         "swiglu's gradient": (triton_swiglu.backward, draw(2, 9, 3, 10), x),
     }  # fmt: skip

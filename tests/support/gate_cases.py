@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused import ahead, discretise, log_decay, skip, steps, swiglu, unit_length
+from ring_la.kernels.fused import ahead, discretise, log_decay, skip, steps, swiglu, unit_length, wide_softmax
 from ring_la.kernels.fused import rms_norm as rms
 from tests.support.interpreter import interpreted
 
@@ -21,6 +21,7 @@ from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
 from ring_la.kernels.fused import skip_kernel as triton_skip  # noqa: E402
 from ring_la.kernels.fused import swiglu_kernel as triton_swiglu  # noqa: E402
 from ring_la.kernels.fused import unit_length_kernel as norm  # noqa: E402
+from ring_la.kernels.fused import wide_softmax_kernel as triton_softmax  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor
@@ -191,3 +192,12 @@ def swiglu_case(D: int, dtype: torch.dtype = torch.float32, rows: int = 9) -> tu
 
     ours = [triton_swiglu.forward(y), triton_swiglu.backward(do, y)]
     return by_autograd(y.double(), do.double()), ours, by_autograd(y, do)
+
+
+def softmax_case(D: int, dtype: torch.dtype = torch.float32, rows: int = 9) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): the softmax and the gradient of x."""
+    torch.manual_seed(0)
+    x, dw = draw(2, rows, 3, D, dtype=dtype, scale=3.0), draw(2, rows, 3, D)
+    true = of_autograd(wide_softmax.plain_wide_softmax, [x], dw)
+    plain = [wide_softmax.plain_wide_softmax(x), wide_softmax.plain_wide_softmax_backward(dw, x)]
+    return true, [triton_softmax.forward(x), triton_softmax.backward(dw, x)], plain

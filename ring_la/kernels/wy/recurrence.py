@@ -33,9 +33,7 @@ from ring_la.kernels.wy.forward import maps_of_spans, output, room_for_states, s
 from ring_la.kernels.wy.products import as_they_are, scalar_products
 from ring_la.kernels.wy.saved import ChunkProducts, ChunkStates, SavedProducts, WYBack, WYMaps, WYSaved
 from ring_la.kernels.wy.weigh import weighed_again
-
-QUERIES_ALONE = False
-"""Whether kernels leave out all gradients but that of q where it alone is wanted: GPUs have not run that yet."""
+from ring_la.kernels.wy.writes import writes_alone
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
         border: Border | None = None,
     ) -> InputGradients:
         plan, saved, dS_end = self.plan, WYSaved.of(backward.saved), self.plan.state(dS_end)
-        if (
-            QUERIES_ALONE
-            and backward.queries
-            and plan.rule.decay == "diagonal"
-            and plan.rule.write in ("additive", "delta")
-        ):
+        if backward.queries and plan.rule.decay == "diagonal" and plan.rule.write in ("additive", "delta"):
             return self._queries(backward)
         if border is not None:
             found = self._maps_back(backward, True)
@@ -160,7 +153,10 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
     def _queries(self, backward: Backward) -> InputGradients:
         """The gradient of q alone, which needs no gradient of a state."""
         plan, do = self.plan, self.plan.cotangent(backward.do)
-        products = self._products(WYSaved.of(backward.saved).products, bounded=False)
+        if plan.rule.write == "additive":
+            products = writes_alone(plan, self.inputs)
+        else:
+            products = self._products(WYSaved.of(backward.saved).products, bounded=False)
         states = self._prepared(backward, WYMaps(products, None))
         grads = diagonal_gradients(plan, self.inputs, products, do, states, None)
         return InputGradients(plan.as_given(self.given, grads), None)
