@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid, normalize
 import ring_la
 from ring_la.algebra import Rule
 from ring_la.kernels import choice
-from ring_la.kernels.protocol import Backward, InputGradients, Inputs
+from ring_la.kernels.protocol import Backward, InputGradients, Inputs, OutputUse
 from tests.support.interpreter import compute_bf16, interpreted
 from tests.support.triton_cases import error
 
@@ -83,3 +83,30 @@ def test_the_gradient_of_queries_alone(cu, replayed, write, strong):
         torch.testing.assert_close(alone.q, whole.q)
         assert alone.k is alone.v is alone.g is alone.beta is None
         assert whole.k is not None
+
+
+@pytest.mark.parametrize("strong", [1, 64])
+@pytest.mark.parametrize("write", ["additive", "delta", "erase"])
+def test_a_forward_alone_gives_the_same_output(write, strong):
+    """Its kernels leave out what gradients alone read; chunks that need levels and chunks that do not."""
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    q, k, v, S0 = (
+        draw(2, 150, 2, 20),
+        normalize(draw(2, 150, 2, 20), dim=-1),
+        draw(2, 150, 2, 36),
+        draw(2, 1, 2, 20, 36),
+    )
+    g = -draw(2, 150, 2, 20).abs() / 8
+    g[:, 40:80] *= strong
+    beta = None if write == "additive" else draw(2, 150, 2).sigmoid()
+    x = Inputs(*(t.bfloat16() for t in (q, k, v)), g, beta, k.bfloat16() if write == "erase" else None)
+    for first in (None, S0):
+        alone, kept = (
+            families.recurrence(Rule(write, "diagonal"), x, None, 0.5, OutputUse(saved)).output(first)
+            for saved in (False, True)
+        )
+        assert torch.equal(alone.o, kept.o)
+        assert torch.equal(alone.leaving, kept.leaving)
+        assert not alone.saved
+        assert kept.saved

@@ -49,7 +49,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
         elif border is not None or plan.spans.count > 1:
             found = self._maps(border is not None or S0 is not None)
         else:
-            found = WYMaps(self._products(SavedProducts(), False), None)
+            found = WYMaps(self._products(SavedProducts(), False, not self.use.saved), None)
         products, maps = found
         entered = enter(plan, maps, S0) if border is None else cross(plan, maps, S0, False, border)()
         states = room_for_states(plan, v) if self.use.saved and plan.saves_states else None
@@ -110,8 +110,9 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
 
     # -- what they are made of -----------------------------------------------------------------------------
 
-    def _products(self, saved: SavedProducts, bounded: bool) -> ChunkProducts:
-        """What the chunks compute before any state arrives; `bounded`: and how much of a state they let through."""
+    def _products(self, saved: SavedProducts, bounded: bool, alone: bool = False) -> ChunkProducts:
+        """What the chunks compute before any state arrives; `bounded`: and how much of a state they let through;
+        `alone`: for an output, which no gradients follow."""
         plan, inputs = self.plan, self.inputs
         if plan.rule.decay != "diagonal":
             known = saved.inverse is not None
@@ -121,11 +122,11 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
             return ChunkProducts(saved.weighed_q, reads, writes, values, saved)
         if saved.pairs is not None:
             return weighed_again(plan, inputs, saved)
-        return dplr_products(plan, inputs) if plan.rule.write == "dplr" else diagonal_products(plan, inputs)
+        return dplr_products(plan, inputs) if plan.rule.write == "dplr" else diagonal_products(plan, inputs, alone)
 
     def _maps(self, all: bool) -> WYMaps:
         # with no state at either end one rank has a wave of programs, which ends with its longest: bounds gain nothing
-        products = self._products(SavedProducts(), bounded=all)
+        products = self._products(SavedProducts(), bounded=all, alone=not self.use.saved)
         return WYMaps(products, maps_of_spans(self.plan, products, self.inputs.v, all))
 
     def _maps_back(self, backward: Backward, all: bool) -> WYBack:
