@@ -39,14 +39,13 @@ def put_square(A, Ar, a, b, h, start, t, n, T, H: tl.constexpr, C: tl.constexpr,
 def products_kernel(
     q, k, r, g_, beta, F, G, A, Ar, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
-    ERASE: tl.constexpr, FINE: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    ERASE: tl.constexpr, FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = scale · Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M − I; a decay per key channel.
 
     Also G (in units of ln 2) and what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, all
     [B, T, H, K], and β's row of F. One reference serves the whole chunk: low [B, NC, H] says LEVELS where it may, else
-    −1, and what is computed here is then replaced by `levels_kernel`. ERASE: r [B, T, H, K] reads in k's place. LAST:
-    of G the last row alone, but for `levels_kernel`.
+    −1, and what is computed here is then replaced by `levels_kernel`. ERASE: r [B, T, H, K] reads in k's place.
     """
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
@@ -64,10 +63,7 @@ def products_kernel(
     for m in range(0, K, BK):
         d = m + tl.arange(0, BK)
         g = running(tile(g_ + at, t, n, d, H * K, K), C, PREC)  # past the chunk's end the sum stays what it was
-        if LAST:
-            tl.store(G + at + (n - 1) * (H * K) + d, row_of(g, t, C - 1), d < K)
-        else:
-            put(G + at, g, t, n, d, H * K, K)
+        put(G + at, g, t, n, d, H * K, K)
         x = tile(q_, t, n, d, HK * K, K).to(k.dtype.element_ty)  # see `plan.query_dtype`
         y = tile(k_, t, n, d, HK * K, K)
         own += tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
@@ -89,11 +85,6 @@ def products_kernel(
             put(kr_ + at, xw * ref, t, n, d, H * K, K)
             L = tl.dot(nearest(xw, PREC), yw, L, input_precision=PREC)
     tl.store(low_ + entry(b, s, h, NC, H), tl.where(spread <= LIMIT, LEVELS, -1))
-    if LAST:
-        if not (spread <= LIMIT):
-            for m in range(0, K, BK):
-                d = m + tl.arange(0, BK)
-                put(G + at, running(tile(g_ + at, t, n, d, H * K, K), C, PREC), t, n, d, H * K, K)
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
     put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
     if DELTA:
@@ -175,8 +166,6 @@ def diagonal_products(plan: SpanPlan, inputs: Inputs, alone: bool) -> ChunkProdu
     )  # fmt: skip
     out = saved.factors, saved.running, pairs, rest, saved.inverse, found.q, found.reads, found.writes, saved.low
     where, grid = (plan.chunks.table, T, plan.chunk_count, plan.scale), (plan.chunk_count, plan.rows)
-    launch(
-        products_kernel, grid, *filled(q, k, reads, g, beta, *out), *where, **constants, LAST=alone, **how.options
-    )  # fmt: skip
+    launch(products_kernel, grid, *filled(q, k, reads, g, beta, *out), *where, **constants, **how.options)
     launch(levels_kernel, grid, *filled(q, k, reads, *out), *where, **constants, num_warps=4, num_stages=1)
     return found
