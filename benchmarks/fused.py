@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.options import need_gpus
 from benchmarks.rows import Rows
-from ring_la.kernels.fused import cross_entropy, discretise, log_decay, short_conv, skip, swiglu, unit_length
+from ring_la.kernels.fused import ahead, cross_entropy, discretise, log_decay, short_conv, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
 from .ops.measure import bandwidth, milliseconds, peak
@@ -83,6 +83,10 @@ def gates_times(copy: float) -> Iterator[Row]:
     yield timed("discretise", fused, plain, [x, dt, A, bias], moved, copy)
     y = torch.randn_like(x, requires_grad=True)
     yield timed("skip", skip.skip, skip.plain_skip, [y, x, A], (6 * x.numel(), 6 * x.numel()), copy)
+    p, g = torch.randn_like(o, requires_grad=True), -torch.rand(1, 32768, 32, device="cuda")
+    moved, given = (4 * p.numel(), 6 * p.numel()), [p, g.requires_grad_()]
+    fused, plain = (lambda p, g, of=of: of(p, g, -60.0)[0] for of in (ahead.ahead_of_decay, ahead.plain_ahead))
+    yield timed("ahead 128", fused, plain, given, moved, copy)
     y = torch.randn(1, 32768, 2 * 5472, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     yield timed("swiglu 5472", swiglu.swiglu, swiglu.plain_swiglu, [y], (3 * y.numel(), 5 * y.numel()), copy)
     x, weight = (torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16) for n in (8192, 32768))

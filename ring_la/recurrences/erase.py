@@ -13,6 +13,7 @@ from torch import Tensor
 from ..algebra import Rule
 from ..blockwise import by_block, by_element, repeated
 from ..kernels import Inputs
+from ..kernels.fused.ahead import ahead_of_decay
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
@@ -86,9 +87,7 @@ def comba(
 
     @by_element
     def ahead(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        g = g.clamp(min=least_decay(p.dtype))
-        wide = torch.promote_types(p.dtype, g.dtype)
-        return (p * torch.exp(-g.to(wide))[..., None]).to(p.dtype), g  # the product is wide
+        return ahead_of_decay(p, g, least_decay(p.dtype))
 
     erased, g = by_block(ahead, p, g, layout=options.layout)
     return erase_and_write(Inputs(q, k, v, g, beta, erased), options)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..algebra import Rule
 from ..blockwise import by_block
 from ..kernels import Inputs
+from ..kernels.fused.wide_softmax import softmax_in_fp32
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import KEY, QUERY, VALUE, Argument
@@ -74,8 +74,7 @@ def gated_slot_attention(
         output_final_state=final, **options.scan,
     )  # fmt: skip
     # in fp32, its gradient too: what slots have in common cancels between that and the scores' gradient
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = by_block(lambda x: x.softmax(-1, dtype=wide), scores, layout=options.layout)
+    weights = by_block(softmax_in_fp32, scores, layout=options.layout)
     o, values = _read(
         weights, s.to(v.dtype), v, g, scale=1.0, initial_state=second, output_final_state=final, **options.scan
     )

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ring_la.errors import SecondDerivativeError
 from ring_la.kernels import operators as ops
+from ring_la.kernels.fused import ahead, discretise, log_decay, short_conv, swiglu, turned, unit_length, wide_softmax
 from ring_la.kernels.fused import bidirectional as outer
-from ring_la.kernels.fused import discretise, log_decay, short_conv, swiglu, turned, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -28,6 +28,8 @@ def positive(*shape: int) -> Tensor:
 CASES = {
     "short_conv": (short_conv.short_conv, (leaf(1, 8, 3), leaf(3, 4), leaf(3), leaf(1, 3, 3, 3), CU, True, True)),
     "short_conv, bare": (short_conv.short_conv, (leaf(2, 5, 3), leaf(3, 2), None, None, None, False, False)),
+    "ahead": (ahead.ahead, (leaf(2, 3, 2, 5), leaf(2, 3, 2), -0.4)),
+    "wide_softmax": (wide_softmax.wide_softmax, (leaf(2, 3, 2, 5),)),
     "unit_length": (unit_length.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
     "log_decay": (log_decay.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),

@@ -9,11 +9,13 @@ from torch import Tensor
 from tests.support.gate_cases import (
     CASES,
     DEVICE,
+    ahead_case,
     beside_case,
     decay_case,
     draw,
     rms_case,
     skip_case,
+    softmax_case,
     step_case,
     steps_case,
     swiglu_case,
@@ -24,12 +26,14 @@ from tests.support.triton_cases import error
 
 interpreted()
 
+from ring_la.kernels.fused import ahead_kernel as triton_ahead  # noqa: E402
 from ring_la.kernels.fused import discretise_kernel as triton_discretise  # noqa: E402
 from ring_la.kernels.fused import log_decay_kernel as decay  # noqa: E402
 from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
 from ring_la.kernels.fused import skip_kernel as triton_skip  # noqa: E402
 from ring_la.kernels.fused import swiglu_kernel as triton_swiglu  # noqa: E402
 from ring_la.kernels.fused import unit_length_kernel as norm  # noqa: E402
+from ring_la.kernels.fused import wide_softmax_kernel as triton_softmax  # noqa: E402
 from ring_la.kernels.runtime.replayed_function import record_of  # noqa: E402
 
 
@@ -72,6 +76,29 @@ def test_a_skip_comes_back_with_the_step() -> None:
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
+@pytest.mark.parametrize("K", [5, 64])
+def test_ahead_of_a_decay(K: int) -> None:
+    true, *both = ahead_case(K)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_ahead_of_a_decay_one_gradient_may_be_missing() -> None:
+    """As the other were zero; and what is not finite stays so."""
+    p, g, da, dg = draw(1, 9, 3, 20), -draw(1, 9, 3).abs(), draw(1, 9, 3, 20), draw(1, 9, 3)
+    for given in ((da, None), (None, dg)):
+        zeros = [torch.zeros_like(t) if x is None else x for x, t in zip(given, (p, g))]
+        for got, want in zip(
+            triton_ahead.backward(*given, p, g, -1.0), triton_ahead.backward(*zeros, p, g, -1.0), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+    g[0, 3, 1] = float("nan")
+    a, kept = triton_ahead.forward(p, g, -1.0)
+    assert a[0, 3, 1].isnan().all()
+    assert int(kept.isnan().sum()) == 1
+
+
 @pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
 def test_rms_norm(gate: str | None) -> None:
     true, *both = rms_case(40, gate, rows=70)
@@ -93,6 +120,19 @@ def test_unit_length(D: int) -> None:
     true, *both = unit_case(D)
     for got in both:
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+@pytest.mark.parametrize("D", [1, 5, 64])
+def test_wide_softmax(D: int) -> None:
+    true, *both = softmax_case(D)
+    for got in both:
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_a_wide_softmax_of_large_scores_is_finite_and_of_nan_is_nan() -> None:
+    x = torch.tensor([[1e30, -1e30, 0.0], [3e38, 3e38, -3e38], [0.0, float("nan"), 1.0]], device=DEVICE)
+    got = triton_softmax.forward(x)
+    torch.testing.assert_close(got, x.softmax(-1), equal_nan=True)
 
 
 def test_small_decays_keep_their_digits() -> None:
@@ -123,8 +163,12 @@ def calls() -> dict[str, tuple]:
         "rms' gradient": (triton_rms.backward, dy, x, weight, None, True, 1e-5),
         "step": (triton_discretise.forward, wide, dt, A, bias, True),
         "step's gradient": (triton_discretise.backward, dy, dg, x, dt, A, None, True),
+        "ahead": (triton_ahead.forward, wide, dg, -1.0),
+        "ahead's gradient": (triton_ahead.backward, dy, None, wide, dg, -1.0),
         "skip": (triton_skip.forward, x, wide, D),
         "skip's gradient": (triton_skip.backward, dy, wide, D),
+        "softmax": (triton_softmax.forward, x),
+        "softmax' gradient": (triton_softmax.backward, dy, wide),
         "swiglu": (triton_swiglu.forward, x),
         "swiglu's gradient": (triton_swiglu.backward, draw(2, 9, 3, 10), x),
     }  # fmt: skip

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid, normalize
 import ring_la
 from ring_la.algebra import Rule
 from ring_la.kernels import choice
-from ring_la.kernels.protocol import Backward, InputGradients, Inputs
+from ring_la.kernels.protocol import Backward, InputGradients, Inputs, OutputUse
 from tests.support.interpreter import compute_bf16, interpreted
 from tests.support.triton_cases import error
 
@@ -20,7 +20,6 @@ compute_bf16()
 
 from ring_la.kernels import families  # noqa: E402
 from ring_la.kernels.replay import Replay  # noqa: E402
-from ring_la.kernels.wy import recurrence as wy  # noqa: E402
 
 T, H, K, M = 128, 2, 64, 64
 
@@ -61,14 +60,14 @@ def test_bf16_errs_as_a_loop(monkeypatch, backend):
 
 @pytest.mark.parametrize("cu", [None, (0, 40, 41, 150)])
 @pytest.mark.parametrize("replayed", [False, True])
-@pytest.mark.parametrize("write", ["additive", "delta"])
-def test_the_gradient_of_queries_alone(monkeypatch, cu, replayed, write):
-    """What the other side of a state reads: the same as beside all other gradients, in the first call and the next."""
-    monkeypatch.setattr(wy, "QUERIES_ALONE", True)
+@pytest.mark.parametrize(("write", "strong"), [("additive", 1), ("additive", 64), ("delta", 1)])
+def test_the_gradient_of_queries_alone(cu, replayed, write, strong):
+    """What the other side of a state reads: the same as beside all other gradients, in the first call and the next;
+    also where chunks need levels."""
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
     B, T, N = (2, 150, 1) if cu is None else (1, 150, 3)
-    q, k, g = draw(B, T, 2, 20), draw(B, T, 2, 20), -draw(B, T, 2, 20).abs() / 8
+    q, k, g = draw(B, T, 2, 20), draw(B, T, 2, 20), -strong * draw(B, T, 2, 20).abs() / 8
     v, do, S0 = draw(B, T, 2, 36), draw(B, T, 2, 36), draw(B, N, 2, 20, 36)
     offsets = None if cu is None else torch.tensor(cu)
     beta = draw(B, T, 2).sigmoid() if write == "delta" else None
@@ -84,3 +83,30 @@ def test_the_gradient_of_queries_alone(monkeypatch, cu, replayed, write):
         torch.testing.assert_close(alone.q, whole.q)
         assert alone.k is alone.v is alone.g is alone.beta is None
         assert whole.k is not None
+
+
+@pytest.mark.parametrize("strong", [1, 64])
+@pytest.mark.parametrize("write", ["additive", "delta", "erase"])
+def test_a_forward_alone_gives_the_same_output(write, strong):
+    """Its kernels leave out what gradients alone read; chunks that need levels and chunks that do not."""
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    q, k, v, S0 = (
+        draw(2, 150, 2, 20),
+        normalize(draw(2, 150, 2, 20), dim=-1),
+        draw(2, 150, 2, 36),
+        draw(2, 1, 2, 20, 36),
+    )
+    g = -draw(2, 150, 2, 20).abs() / 8
+    g[:, 40:80] *= strong
+    beta = None if write == "additive" else draw(2, 150, 2).sigmoid()
+    x = Inputs(*(t.bfloat16() for t in (q, k, v)), g, beta, k.bfloat16() if write == "erase" else None)
+    for first in (None, S0):
+        alone, kept = (
+            families.recurrence(Rule(write, "diagonal"), x, None, 0.5, OutputUse(saved)).output(first)
+            for saved in (False, True)
+        )
+        assert torch.equal(alone.o, kept.o)
+        assert torch.equal(alone.leaving, kept.leaving)
+        assert not alone.saved
+        assert kept.saved

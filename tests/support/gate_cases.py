@@ -8,18 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused import discretise, log_decay, skip, steps, swiglu, unit_length
+from ring_la.kernels.fused import ahead, discretise, log_decay, skip, steps, swiglu, unit_length, wide_softmax
 from ring_la.kernels.fused import rms_norm as rms
 from tests.support.interpreter import interpreted
 
 interpreted()
 
+from ring_la.kernels.fused import ahead_kernel as triton_ahead  # noqa: E402
 from ring_la.kernels.fused import discretise_kernel as triton_discretise  # noqa: E402
 from ring_la.kernels.fused import log_decay_kernel as decay  # noqa: E402
 from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
 from ring_la.kernels.fused import skip_kernel as triton_skip  # noqa: E402
 from ring_la.kernels.fused import swiglu_kernel as triton_swiglu  # noqa: E402
 from ring_la.kernels.fused import unit_length_kernel as norm  # noqa: E402
+from ring_la.kernels.fused import wide_softmax_kernel as triton_softmax  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor
@@ -105,6 +107,22 @@ def step_case(
     return [*out, *grads], ours, results(discretise.plain_discretise, discretise.plain_discretise_backward)
 
 
+def ahead_case(K: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): p e^−g, g from −2 on, and the gradients of p and g, which some are below."""
+    torch.manual_seed(0)
+    p, da = draw(2, T, 3 * K + 4, dtype=dtype)[..., : 3 * K].unflatten(2, (3, K)), draw(2, T, 3, K, dtype=dtype)
+    g, dg, least = -draw(2, T, 3, scale=2.0).abs(), draw(2, T, 3), -2.0
+    leaves = [t.double().requires_grad_() for t in (p, g)]
+    out = ahead.plain_ahead(*leaves, least)
+    grads = torch.autograd.grad(out, leaves, [da.double(), dg.double()])
+
+    def results(forward, backward) -> list[Tensor]:
+        return [*forward(p, g, least), *backward(da, dg, p, g, least)]
+
+    ours = results(triton_ahead.forward, triton_ahead.backward)
+    return [*out, *grads], ours, results(ahead.plain_ahead, ahead.plain_ahead_backward)
+
+
 def beside_case(V: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[list[Tensor], list, list]:
     """(true, by the kernels, by PyTorch): of 2 Δ x + D x and Δ A, and the gradients of x, dt, A, bias and D."""
     torch.manual_seed(0)
@@ -174,3 +192,12 @@ def swiglu_case(D: int, dtype: torch.dtype = torch.float32, rows: int = 9) -> tu
 
     ours = [triton_swiglu.forward(y), triton_swiglu.backward(do, y)]
     return by_autograd(y.double(), do.double()), ours, by_autograd(y, do)
+
+
+def softmax_case(D: int, dtype: torch.dtype = torch.float32, rows: int = 9) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): the softmax and the gradient of x."""
+    torch.manual_seed(0)
+    x, dw = draw(2, rows, 3, D, dtype=dtype, scale=3.0), draw(2, rows, 3, D)
+    true = of_autograd(wide_softmax.plain_wide_softmax, [x], dw)
+    plain = [wide_softmax.plain_wide_softmax(x), wide_softmax.plain_wide_softmax_backward(dw, x)]
+    return true, [triton_softmax.forward(x), triton_softmax.backward(dw, x)], plain

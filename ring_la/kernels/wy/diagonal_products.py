@@ -147,11 +147,13 @@ def levels_kernel(
         put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
 
-def diagonal_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
-    """Of additive and delta writes: pairs, delta writes' inverse, and keys and queries weighed by the decay."""
+def diagonal_products(plan: SpanPlan, inputs: Inputs, alone: bool) -> ChunkProducts:
+    """Of additive and delta writes: pairs, delta writes' inverse, and keys and queries weighed by the decay. `alone`:
+    what an output takes, and no gradients do."""
     q, k, _, g, beta, reads, _ = inputs
     (B, T, H, HK, K, _), how, delta = plan.sizes, plan.pick(PRODUCTS_DIAGONAL), plan.rule.write != "additive"
-    pairs, rest = plan.tokens(plan.chunk), plan.tokens(plan.chunk) if fine(plan) else None
+    rests = fine(plan) and not alone
+    pairs, rest = plan.tokens(plan.chunk), plan.tokens(plan.chunk) if rests else None
     saved = SavedProducts(
         factors=plan.factors() if delta else None, running=plan.new(*g.shape),
         low=plan.new(B, plan.chunk_count, H, dtype=torch.int32), pairs=pairs, pairs_rest=rest,
@@ -160,7 +162,7 @@ def diagonal_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
     found = ChunkProducts(plan.tokens(K), plan.tokens(K) if delta else None, plan.tokens(K), None, saved)
     constants: dict[str, Any] = dict(
         H=H, HK=HK, K=K, BK=min(how.block, width(K)), C=plan.chunk, LEVELS=level_count(plan), LIMIT=limit(plan),
-        DELTA=delta, ERASE=reads is not None, FINE=fine(plan), PREC=plan.precision, VARLEN=plan.packed,
+        DELTA=delta, ERASE=reads is not None, FINE=rests, PREC=plan.precision, VARLEN=plan.packed,
     )  # fmt: skip
     out = saved.factors, saved.running, pairs, rest, saved.inverse, found.q, found.reads, found.writes, saved.low
     where, grid = (plan.chunks.table, T, plan.chunk_count, plan.scale), (plan.chunk_count, plan.rows)

@@ -33,9 +33,7 @@ from ring_la.kernels.wy.forward import maps_of_spans, output, room_for_states, s
 from ring_la.kernels.wy.products import as_they_are, scalar_products
 from ring_la.kernels.wy.saved import ChunkProducts, ChunkStates, SavedProducts, WYBack, WYMaps, WYSaved
 from ring_la.kernels.wy.weigh import weighed_again
-
-QUERIES_ALONE = False
-"""Whether kernels leave out all gradients but that of q where it alone is wanted: GPUs have not run that yet."""
+from ring_la.kernels.wy.writes import writes_alone
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
         elif border is not None or plan.spans.count > 1:
             found = self._maps(border is not None or S0 is not None)
         else:
-            found = WYMaps(self._products(SavedProducts(), False), None)
+            found = WYMaps(self._products(SavedProducts(), False, not self.use.saved), None)
         products, maps = found
         entered = enter(plan, maps, S0) if border is None else cross(plan, maps, S0, False, border)()
         states = room_for_states(plan, v) if self.use.saved and plan.saves_states else None
@@ -91,12 +89,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
         border: Border | None = None,
     ) -> InputGradients:
         plan, saved, dS_end = self.plan, WYSaved.of(backward.saved), self.plan.state(dS_end)
-        if (
-            QUERIES_ALONE
-            and backward.queries
-            and plan.rule.decay == "diagonal"
-            and plan.rule.write in ("additive", "delta")
-        ):
+        if backward.queries and plan.rule.decay == "diagonal" and plan.rule.write in ("additive", "delta"):
             return self._queries(backward)
         if border is not None:
             found = self._maps_back(backward, True)
@@ -117,8 +110,9 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
 
     # -- what they are made of -----------------------------------------------------------------------------
 
-    def _products(self, saved: SavedProducts, bounded: bool) -> ChunkProducts:
-        """What the chunks compute before any state arrives; `bounded`: and how much of a state they let through."""
+    def _products(self, saved: SavedProducts, bounded: bool, alone: bool = False) -> ChunkProducts:
+        """What the chunks compute before any state arrives; `bounded`: and how much of a state they let through;
+        `alone`: for an output, which no gradients follow."""
         plan, inputs = self.plan, self.inputs
         if plan.rule.decay != "diagonal":
             known = saved.inverse is not None
@@ -128,11 +122,11 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
             return ChunkProducts(saved.weighed_q, reads, writes, values, saved)
         if saved.pairs is not None:
             return weighed_again(plan, inputs, saved)
-        return dplr_products(plan, inputs) if plan.rule.write == "dplr" else diagonal_products(plan, inputs)
+        return dplr_products(plan, inputs) if plan.rule.write == "dplr" else diagonal_products(plan, inputs, alone)
 
     def _maps(self, all: bool) -> WYMaps:
         # with no state at either end one rank has a wave of programs, which ends with its longest: bounds gain nothing
-        products = self._products(SavedProducts(), bounded=all)
+        products = self._products(SavedProducts(), bounded=all, alone=not self.use.saved)
         return WYMaps(products, maps_of_spans(self.plan, products, self.inputs.v, all))
 
     def _maps_back(self, backward: Backward, all: bool) -> WYBack:
@@ -160,7 +154,10 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
     def _queries(self, backward: Backward) -> InputGradients:
         """The gradient of q alone, which needs no gradient of a state."""
         plan, do = self.plan, self.plan.cotangent(backward.do)
-        products = self._products(WYSaved.of(backward.saved).products, bounded=False)
+        if plan.rule.write == "additive":
+            products = writes_alone(plan, self.inputs)
+        else:
+            products = self._products(WYSaved.of(backward.saved).products, bounded=False)
         states = self._prepared(backward, WYMaps(products, None))
         grads = diagonal_gradients(plan, self.inputs, products, do, states, None)
         return InputGradients(plan.as_given(self.given, grads), None)
