@@ -272,13 +272,17 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     if (left) put_out(c - 1);
     left = !MAPS && t >= begin;
     u32 v[2][4], u[2][4], at_end[2][4];
-    float E[4][2];
+    float E[4][2], beta[4][2];
+    auto of_tokens = [&](float (&x)[4][2], u32 from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 r[2];
-      lds64(r, factors + i * 32 + column);
-      E[i][0] = __uint_as_float(r[0]); E[i][1] = __uint_as_float(r[1]);
-    }
+      for (int i = 0; i < 4; i++) {
+        u32 r[2];
+        lds64(r, from + i * 32 + column);
+        x[i][0] = __uint_as_float(r[0]); x[i][1] = __uint_as_float(r[1]);
+      }
+    };
+    of_tokens(E, factors);
+    of_tokens(beta, factors + 256);
 #pragma unroll
     for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
     wg_wait(RO);
@@ -291,27 +295,25 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* r = RO + 8 * m + 2 * i;
-        const float(&e)[2] = E[2 * m + (i >> 1)];
-        u32 b[2];
-        lds64(b, factors + 256 + (2 * m + (i >> 1)) * 32 + column);
+        const float(&e)[2] = E[2 * m + (i >> 1)], (&b)[2] = beta[2 * m + (i >> 1)];
         const float y0 = fmaf(-e[0], r[0], lo(v[m][i])), y1 = fmaf(-e[1], r[1], hi(v[m][i]));
 #if KEEP
         W[8 * m + 2 * i] = y0; W[8 * m + 2 * i + 1] = y1;
 #endif
         float* x = U[0] + 8 * m + 2 * i;
-        x[0] = y0 * __uint_as_float(b[0]); x[1] = y1 * __uint_as_float(b[1]);
+        x[0] = y0 * b[0]; x[1] = y1 * b[1];
         v[m][i] = pack(x[0], x[1]);
       }
+    float to_end[4][2];
+    of_tokens(to_end, factors + 128);
     add_pairs(U[0], v, at + OFF_N, rb, cb);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      u32 r[2];
-      lds64(r, factors + 128 + i * 32 + column);
-      const float e0 = __uint_as_float(r[0]), e1 = __uint_as_float(r[1]);
+      const float(&e)[2] = to_end[i];
       u[i >> 1][2 * (i & 1)] = pack(U[i][0], U[i][1]);
       u[i >> 1][2 * (i & 1) + 1] = pack(U[i][2], U[i][3]);
-      at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e0, U[i][1] * e1);
-      at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e0, U[i][3] * e1);
+      at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e[0], U[i][1] * e[1]);
+      at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e[0], U[i][3] * e[1]);
     }
     float* O = RO + 16;
     if (left) {  // before the state's products, which the tensor cores would finish first
