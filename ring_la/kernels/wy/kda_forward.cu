@@ -350,33 +350,20 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
   // Places in the first slot: v and o as operands, and by rows; N; the first numbers of this lane's channels and tokens
   const u32 values = base + OFF_V + rb * 256 + swz(rb, w * 2 + cb), rows = base + OFF_V + row * 256 + swz(row, j);
   const u32 pairs = base + OFF_N + rb * 32 + cb * 16, firsts = base + 8 * (lane & 3);
-#if KEEP
-  u32 kept[4];  // W of the chunk before, which is still to go out
-#else
-  float O[8];  // S^T qg^T of the chunk before: with its U what is left to do of it
+#if !KEEP
   char* out = (char*)(a.o + ((u64)(t - C + row) * a.H + h) * D + j * 8);  // of the chunk before
   const u64 step = (u64)a.H * (C * D * 2);
 #endif
-  u32 u[4], before = 0;
-  bool left = false;
+  u32 before = 0;
+  bool left = false;  // o, or W, in the slot before
   auto finish = [&]() {
     const int from = t - C;
     if (from >= begin) {
-#if KEEP
-      stm_trans(kept, values + before);
-      __syncwarp();
       u32 z[4];
       lds128(z, rows + before);
+#if KEEP
       stg128((char*)(a.kept_W + kept_at(a, chunk + (from - begin) / C, h) * (C * D)) + rows_place(row, j), z);
 #else
-      u32 p[4];
-      ldm(p, pairs + before + (OFF_P - OFF_N));
-      mma(O, u, p[0], p[1]); mma(O + 4, u, p[2], p[3]);
-      u32 f[4] = {pack(O[0], O[1]), pack(O[2], O[3]), pack(O[4], O[5]), pack(O[6], O[7])};
-      stm_trans(f, values + before);
-      __syncwarp();
-      u32 z[4];
-      lds128(z, rows + before);
       if (from + row < end) stg128(out, z);
 #endif
     }
@@ -395,7 +382,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       if (lane == 0) bar_arrive(bars + slot * 16 + 8);
     } else {
       float RO[16], U[8], beta[4];
-      u32 v[4], n[4];
+      u32 v[4], n[4], u[4], f[4];
 #if KEEP
       if (t >= begin)
         keep_state(S, (char*)(a.kept_S + kept_at(a, chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
@@ -410,7 +397,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
 #pragma unroll
       for (int i = 0; i < 4; i++) {
 #if KEEP
-        kept[i] = pack(U[2 * i], U[2 * i + 1]);
+        f[i] = pack(U[2 * i], U[2 * i + 1]);
 #endif
         U[2 * i] *= beta[i & 2];
         U[2 * i + 1] *= beta[(i & 2) + 1];
@@ -421,10 +408,17 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       wg_commit();
 #if !KEEP
       float own[4];
+      u32 p[4];
+      ldm(p, pairs + shift + (OFF_P - OFF_N));
       of_tokens(own, firsts + shift + OFF_D);
 #pragma unroll
-      for (int i = 0; i < 8; i++) O[i] = fmaf(own[(i >> 2) * 2 + (i & 1)], U[i], RO[8 + i]);
+      for (int i = 0; i < 8; i++) U[i] = fmaf(own[(i >> 2) * 2 + (i & 1)], U[i], RO[8 + i]);
+      mma(U, u, p[0], p[1]); mma(U + 4, u, p[2], p[3]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) f[i] = pack(U[2 * i], U[2 * i + 1]);
 #endif
+      stm_trans(f, values + shift);
+      __syncwarp();
       before = shift;
       left = true;
       wg_wait(S);
