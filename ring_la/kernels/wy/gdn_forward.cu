@@ -90,18 +90,21 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   float A[6][4] = {}, P[6][4] = {};  // tiles of 8 columns: two of rows 0 to 15, four of rows 16 to 31
+  u32 rows[4], columns[4];
+  turned(rows, at + ra * 128 + swz(ra, ca));
+  turned(columns, at + rb * 128 + swz(rb, cb));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
-    const u32 half = at + (ks >> 2) * HALF;
+    const u32 row = rows[ks & 3] + (ks >> 2) * HALF, column = columns[ks & 3] + (ks >> 2) * HALF;
     u32 x[4], y[4], n[2][4];
-    ldm(n[0], half + rb * 128 + swz(rb, (2 * ks + cb) & 7));
-    ldm(n[1], half + 2048 + rb * 128 + swz(rb, (2 * ks + cb) & 7));
-    ldm(x, half + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-    if (!MAPS) ldm(y, half + OFF_Q + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    ldm(n[0], column);
+    ldm(n[1], column + 2048);
+    ldm(x, row);
+    if (!MAPS) ldm(y, row + OFF_Q);
     mma(A[0], x, n[0][0], n[0][1]); mma(A[1], x, n[0][2], n[0][3]);
     if (!MAPS) { mma(P[0], y, n[0][0], n[0][1]); mma(P[1], y, n[0][2], n[0][3]); }
-    ldm(x, half + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-    if (!MAPS) ldm(y, half + OFF_Q + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    ldm(x, row + 2048);
+    if (!MAPS) ldm(y, row + OFF_Q + 2048);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       mma(A[2 + 2 * j], x, n[j][0], n[j][1]); mma(A[3 + 2 * j], x, n[j][2], n[j][3]);

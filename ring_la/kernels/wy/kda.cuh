@@ -166,12 +166,6 @@ INLINE void put_diagonal(const float (&x)[2][4], float scale, u32 to, int lane) 
   sts32(to + (r + 8) * 4, __float_as_uint((r & 1 ? x[1][3] : x[1][2]) * scale));
 }
 
-// Where what an operand's 128-byte rows hold lies for four steps of 16 channels, of what lies at `at` for the first
-INLINE void turned(u32 (&to)[4], u32 at) {
-#pragma unroll
-  for (int ks = 0; ks < 4; ks++) to[ks] = at ^ (ks << 5);
-}
-
 // Numbers of tokens 2t, 2t + 1, 8 + 2t, 9 + 2t of lane t of four; that of token 2t lies at `at`
 INLINE void of_tokens(float (&x)[4], u32 at) {
   u32 y[2][2];
