@@ -90,18 +90,21 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   float A[6][4] = {}, P[6][4] = {};  // tiles of 8 columns: two of rows 0 to 15, four of rows 16 to 31
+  u32 rows[4], columns[4];
+  turned(rows, at + ra * 128 + swz(ra, ca));
+  turned(columns, at + rb * 128 + swz(rb, cb));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
-    const u32 half = at + (ks >> 2) * HALF;
+    const u32 row = rows[ks & 3] + (ks >> 2) * HALF, column = columns[ks & 3] + (ks >> 2) * HALF;
     u32 x[4], y[4], n[2][4];
-    ldm(n[0], half + rb * 128 + swz(rb, (2 * ks + cb) & 7));
-    ldm(n[1], half + 2048 + rb * 128 + swz(rb, (2 * ks + cb) & 7));
-    ldm(x, half + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-    if (!MAPS) ldm(y, half + OFF_Q + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    ldm(n[0], column);
+    ldm(n[1], column + 2048);
+    ldm(x, row);
+    if (!MAPS) ldm(y, row + OFF_Q);
     mma(A[0], x, n[0][0], n[0][1]); mma(A[1], x, n[0][2], n[0][3]);
     if (!MAPS) { mma(P[0], y, n[0][0], n[0][1]); mma(P[1], y, n[0][2], n[0][3]); }
-    ldm(x, half + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
-    if (!MAPS) ldm(y, half + OFF_Q + 2048 + ra * 128 + swz(ra, (2 * ks + ca) & 7));
+    ldm(x, row + 2048);
+    if (!MAPS) ldm(y, row + OFF_Q + 2048);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       mma(A[2 + 2 * j], x, n[j][0], n[j][1]); mma(A[3 + 2 * j], x, n[j][2], n[j][3]);
@@ -272,13 +275,17 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     if (left) put_out(c - 1);
     left = !MAPS && t >= begin;
     u32 v[2][4], u[2][4], at_end[2][4];
-    float E[4][2];
+    float E[4][2], beta[4][2];
+    auto of_tokens = [&](float (&x)[4][2], u32 from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 r[2];
-      lds64(r, factors + i * 32 + column);
-      E[i][0] = __uint_as_float(r[0]); E[i][1] = __uint_as_float(r[1]);
-    }
+      for (int i = 0; i < 4; i++) {
+        u32 r[2];
+        lds64(r, from + i * 32 + column);
+        x[i][0] = __uint_as_float(r[0]); x[i][1] = __uint_as_float(r[1]);
+      }
+    };
+    of_tokens(E, factors);
+    of_tokens(beta, factors + 256);
 #pragma unroll
     for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
     wg_wait(RO);
@@ -291,27 +298,25 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* r = RO + 8 * m + 2 * i;
-        const float(&e)[2] = E[2 * m + (i >> 1)];
-        u32 b[2];
-        lds64(b, factors + 256 + (2 * m + (i >> 1)) * 32 + column);
+        const float(&e)[2] = E[2 * m + (i >> 1)], (&b)[2] = beta[2 * m + (i >> 1)];
         const float y0 = fmaf(-e[0], r[0], lo(v[m][i])), y1 = fmaf(-e[1], r[1], hi(v[m][i]));
 #if KEEP
         W[8 * m + 2 * i] = y0; W[8 * m + 2 * i + 1] = y1;
 #endif
         float* x = U[0] + 8 * m + 2 * i;
-        x[0] = y0 * __uint_as_float(b[0]); x[1] = y1 * __uint_as_float(b[1]);
+        x[0] = y0 * b[0]; x[1] = y1 * b[1];
         v[m][i] = pack(x[0], x[1]);
       }
+    float to_end[4][2];
+    of_tokens(to_end, factors + 128);
     add_pairs(U[0], v, at + OFF_N, rb, cb);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      u32 r[2];
-      lds64(r, factors + 128 + i * 32 + column);
-      const float e0 = __uint_as_float(r[0]), e1 = __uint_as_float(r[1]);
+      const float(&e)[2] = to_end[i];
       u[i >> 1][2 * (i & 1)] = pack(U[i][0], U[i][1]);
       u[i >> 1][2 * (i & 1) + 1] = pack(U[i][2], U[i][3]);
-      at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e0, U[i][1] * e1);
-      at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e0, U[i][3] * e1);
+      at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e[0], U[i][1] * e[1]);
+      at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e[0], U[i][3] * e[1]);
     }
     float* O = RO + 16;
     if (left) {  // before the state's products, which the tensor cores would finish first

@@ -153,7 +153,8 @@ INLINE void invert(u32 to, u32 pairs, int lane) {
   }
   if (lane < C) {
 #pragma unroll
-    for (int i = 0; i < C; i++) sts16(to + i * 32 + j * 2, (u16)(pack(i == j ? 0.f : y[i], 0.f) & 0xffff));
+    for (int i = 0; i < C; i++) sts16(to + i * 32 + j * 2, (u16)(pack(y[i], 0.f) & 0xffff));
+    sts16(to + j * 34, 0);
   }
 }
 
@@ -165,11 +166,11 @@ INLINE void put_diagonal(const float (&x)[2][4], float scale, u32 to, int lane) 
   sts32(to + (r + 8) * 4, __float_as_uint((r & 1 ? x[1][3] : x[1][2]) * scale));
 }
 
-// Numbers of tokens 2t, 2t + 1, 8 + 2t, 9 + 2t of lane t of four
-INLINE void of_tokens(float (&x)[4], u32 at, int lane) {
+// Numbers of tokens 2t, 2t + 1, 8 + 2t, 9 + 2t of lane t of four; that of token 2t lies at `at`
+INLINE void of_tokens(float (&x)[4], u32 at) {
   u32 y[2][2];
-  lds64(y[0], at + 2 * (lane & 3) * 4);
-  lds64(y[1], at + (8 + 2 * (lane & 3)) * 4);
+  lds64(y[0], at);
+  lds64(y[1], at + 32);
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = __uint_as_float(y[i >> 1][i & 1]);
 }

@@ -55,6 +55,13 @@ struct BackArgs {
 INLINE u32 by_token(int row, int chunk) {
   return (u32)((row >> 3) * 2048 + (chunk >> 3) * 1024 + (row & 7) * 128) + swz(row, chunk & 7);
 }
+#if GATE_BF16
+typedef u16 Gate;
+INLINE Gate as_gate(float x) { return (u16)(pack(x, 0.f) & 0xffff); }
+#else
+typedef float Gate;
+INLINE Gate as_gate(float x) { return x; }
+#endif
 // In dO (rows 0 to 15) and dR (16 to 31), which it reads as [n][k]
 INLINE u32 by_value(int row, int chunk) { return (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
 
@@ -79,7 +86,7 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
     const bool ok = 2 * i < live;
     const char* from = ok ? q : (const char*)a.q;
     cp16(at + OFF_QG + by_token(r, j), from, ok);
-    cp16(at + OFF_KG + by_token(r, j), from + to_k, ok);
+    cp16(at + OFF_K + r * 256 + swz(r, j), from + to_k, ok);
     cp16(at + OFF_X + by_value(r, j), ok ? o : (const char*)b.dout, ok && wanted);
     q += 2 * sk; o += 2 * sv;
   }
@@ -107,42 +114,42 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
 #endif
 }
 
-// qg and kg over q and k, G (by log2) over g, ki, kd and k to their places. E: e^GL.
+// qg over q, G (by log2) over g, kg, ki and kd to their places. E: e^GL.
 INLINE void make_factors(const float (&E)[4], float scale, u32 at, int lane) {
-  const int chunk = lane >> 1;
-  const u32 half = (lane & 1) * 8;
+  const u32 column = ((lane >> 1) & 7) * 16 + (lane & 1) * 8, half = lane >> 4;
+  const u32 tokens = at + half * 1024 + column, wide = at + half * 128 + column, rows = at + OFF_KD + half * 2048 + column;
   float G[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
+#pragma unroll 2
   for (int i0 = 0; i0 < C; i0 += GROUP) {
     float g[GROUP][4];
     u32 q[GROUP][2], k[GROUP][2];
 #pragma unroll
     for (int l = 0; l < GROUP; l++) {
-      const u32 place = at + by_token(i0 + l, chunk) + half;
-      gates(g[l], at + OFF_G, i0 + l, lane);
-      lds64(q[l], place + OFF_QG);
-      lds64(k[l], place + OFF_KG);
+      const int i = i0 + l;
+      const u32 turn = (i & 7) << 4;
+      gates(g[l], at + OFF_G, i, lane);
+      lds64(q[l], (tokens ^ turn) + (i >> 3) * 2048 + (i & 7) * 128 + OFF_QG);
+      lds64(k[l], (wide ^ turn) + i * 256 + OFF_K);
     }
     __syncwarp();
 #pragma unroll
     for (int l = 0; l < GROUP; l++) {
       const int i = i0 + l;
-      const u32 place = at + by_token(i, chunk) + half;
-      float up[4], down[4], to_end[4];
+      const u32 turn = (i & 7) << 4, place = (tokens ^ turn) + (i >> 3) * 2048 + (i & 7) * 128;
+      float up[4], down[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         G[j] = fmaf(g[l][j], LOG2E, G[j]);
-        up[j] = ex2(G[j]); down[j] = ex2(-G[j]); to_end[j] = E[j] * down[j];
+        up[j] = ex2(G[j]); down[j] = ex2(-G[j]);
       }
       const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale;
       const float q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
       const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
       sts64(place + OFF_QG, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
       sts64(place + OFF_KG, pack(k0 * up[0], k1 * up[1]), pack(k2 * up[2], k3 * up[3]));
-      sts64(at + OFF_K + i * 256 + swz(i, chunk) + half, k[l][0], k[l][1]);
-      sts64(at + OFF_KI + i * 256 + swz(i, chunk) + half, pack(k0 * down[0], k1 * down[1]), pack(k2 * down[2], k3 * down[3]));
-      sts64(at + OFF_KD + rows_place(i, chunk) + half, pack(k0 * to_end[0], k1 * to_end[1]),
-            pack(k2 * to_end[2], k3 * to_end[3]));
+      down[0] *= k0; down[1] *= k1; down[2] *= k2; down[3] *= k3;
+      sts64((wide ^ turn) + i * 256 + OFF_KI, pack(down[0], down[1]), pack(down[2], down[3]));
+      sts64((rows ^ turn) + i * 128, pack(down[0] * E[0], down[1] * E[1]), pack(down[2] * E[2], down[3] * E[3]));
       sts128(at + OFF_G + i * 512 + lane * 16, G);
     }
   }
@@ -154,12 +161,15 @@ INLINE void make_pairs(float b, u32 at, int lane) {
   float A[2][4] = {}, P[2][4] = {};
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  u32 to[4], wide[4];
+  turned(to, at + by_token(ra, ca));
+  turned(wide, at + rb * 256 + swz(rb, cb));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     u32 kg[4], qg[4], ki[4];
-    ldm(kg, at + OFF_KG + by_token(ra, 2 * ks + ca));
-    ldm(qg, at + OFF_QG + by_token(ra, 2 * ks + ca));
-    ldm(ki, at + OFF_KI + rb * 256 + swz(rb, 2 * ks + cb));
+    ldm(kg, to[ks & 3] + (ks >> 2) * 1024 + OFF_KG);
+    ldm(qg, to[ks & 3] + (ks >> 2) * 1024 + OFF_QG);
+    ldm(ki, wide[ks & 3] + (ks >> 2) * 128 + OFF_KI);
     mma(A[0], kg, ki[0], ki[1]); mma(A[1], kg, ki[2], ki[3]);
     mma(P[0], qg, ki[0], ki[1]); mma(P[1], qg, ki[2], ki[3]);
   }
@@ -179,11 +189,14 @@ INLINE void make_pairs(float b, u32 at, int lane) {
 INLINE void read_own(float scale, u32 at, int lane) {
   float p[2][4] = {};
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  u32 to[4], wide[4];
+  turned(to, at + by_token(ra, ca));
+  turned(wide, at + ra * 256 + swz(ra, ca));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     u32 q[4], k[4];
-    ldm(q, at + OFF_QG + by_token(ra, 2 * ks + ca));
-    ldm(k, at + OFF_KG + by_token(ra, 2 * ks + ca));
+    ldm(q, to[ks & 3] + (ks >> 2) * 1024 + OFF_QG);
+    ldm(k, wide[ks & 3] + (ks >> 2) * 128 + OFF_K);
     mma(p[0], q, k[0], k[2]); mma(p[1], q, k[1], k[3]);
   }
   put_diagonal(p, scale, at + OFF_D, lane);
@@ -239,12 +252,15 @@ INLINE void pair_gradients(u32 at, int lane) {
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, r = lane >> 2;
   float P[2][4] = {}, A[2][4] = {};
+  u32 to[4], rows[4];
+  turned(to, at + OFF_X + by_value(ra, ca));
+  turned(rows, at + OFF_W + rows_place(rb, cb));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     u32 o[4], dr[4], w[4];
-    ldm(o, at + OFF_X + by_value(ra, 2 * ks + ca));
-    ldm(dr, at + OFF_X + by_value(16 + ra, 2 * ks + ca));
-    ldm(w, at + OFF_W + rows_place(rb, 2 * ks + cb));
+    ldm(o, to[ks & 3] + (ks >> 2) * 4096);
+    ldm(dr, to[ks & 3] + (ks >> 2) * 4096 + 2048);
+    ldm(w, rows[ks & 3] + (ks >> 2) * 2048);
     mma(P[0], o, w[0], w[1]); mma(P[1], o, w[2], w[3]);
     mma(A[0], dr, w[0], w[1]); mma(A[1], dr, w[2], w[3]);
   }
@@ -315,14 +331,42 @@ INLINE void operands(u32 (&f)[8][4], const float (&S)[16][4]) {
     for (int i = 0; i < 4; i++) f[ks][i] = pack(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
 }
 
-// The gradient of what was solved for, by columns of V: L from kd dS, over it
-INLINE void solve(float (&L)[8], const u32 (&dout)[4], u32 at, int lane) {
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
+// Where a lane of a warp that carries dS finds what it reads in the first slot
+struct Places {
+  u32 pairs, turned;            // of P, N, dP, dA; of the same as they stand
+  u32 firsts;                   // the first numbers of its channels and tokens
+  u32 values, value_row;        // dO, as an operand and by rows; dR 2048 bytes on
+  u32 written;                  // W
+  u32 tokens, wide, keys;       // of its channels of K: qg and kg; ki and k; kd
+  u32 wide_row, keys_row;       // of ki and kd, by rows
+};
+INLINE Places places_of(u32 base, int kc, int w, int lane) {
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, rt = (lane & 7) + (((lane >> 3) & 1) << 3);
+  const int row = lane >> 1, j = lane & 1;
+  Places p;
+  p.turned = base + rt * 32 + (lane >> 4) * 16;
+  p.pairs = base + rb * 32 + cb * 16;
+  p.firsts = base + 8 * (lane & 3);
+  p.values = base + OFF_X + by_value(rb, w * 2 + cb);
+  p.value_row = base + OFF_X + by_value(row, w * 2 + j);
+  p.written = base + OFF_W + rows_place(rb, w * 2 + cb);
+  p.tokens = base + by_token(rb, kc + cb);
+  p.wide = base + rb * 256 + swz(rb, kc + cb);
+  p.keys = base + OFF_KD + rows_place(rb, kc + cb);
+  p.wide_row = base + OFF_KI + row * 256 + swz(row, kc + j);
+  p.keys_row = base + OFF_KD + rows_place(row, kc + j);
+  asm volatile("" : "+r"(p.turned), "+r"(p.pairs), "+r"(p.firsts), "+r"(p.values), "+r"(p.value_row), "+r"(p.written));
+  asm volatile("" : "+r"(p.tokens), "+r"(p.wide), "+r"(p.keys), "+r"(p.wide_row), "+r"(p.keys_row));
+  return p;
+}
+
+// The gradient of what was solved for, by columns of V: L from kd dS, over it; `shift`: where the slot begins
+INLINE void solve(float (&L)[8], const u32 (&dout)[4], const Places& at, u32 shift) {
   u32 p[4], n[4];
   float own[4];
-  ldm_trans(p, at + OFF_P + rt * 32 + ct * 16);
-  ldm_trans(n, at + OFF_N + rt * 32 + ct * 16);
-  of_tokens(own, at + OFF_D, lane);
+  ldm_trans(p, at.turned + shift + OFF_P);
+  ldm_trans(n, at.turned + shift + OFF_N);
+  of_tokens(own, at.firsts + shift + OFF_D);
 #pragma unroll
   for (int f = 0; f < 4; f++) {
     L[2 * f] = fmaf(own[f & 2], lo(dout[f]), L[2 * f]);
@@ -367,50 +411,51 @@ INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
   out[1] = r & 1 ? b1 : b0;
 }
 
-// The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S^T, then dR S^T; Z: W dS^T.
-INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[8], const float (&trace)[2], u32 at, int kc, int t,
-                          int end, int h, int lane) {
+// The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S^T, then dR S^T; Z: W dS^T; to: where those of row lane / 2
+// go, and dg: that of token 2 (lane % 4).
+INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[8], const float (&trace)[2], const float (&beta)[4],
+                          const Places& at, u32 shift, int kc, int live, u64 to, u64 dg, int lane) {
   const Args& a = b.a;
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2, tq = lane & 3;
+  const int r = lane >> 2, tq = lane & 3;
   u32 qg[4], kg[4], ki[4], kd[4], k_[4];
-  ldm_trans(qg, at + OFF_QG + by_token(rb, kc + cb));
-  ldm_trans(kg, at + OFF_KG + by_token(rb, kc + cb));
-  ldm_trans(ki, at + OFF_KI + rb * 256 + swz(rb, kc + cb));
-  ldm_trans(kd, at + OFF_KD + rows_place(rb, kc + cb));
-  ldm_trans(k_, at + OFF_K + rb * 256 + swz(rb, kc + cb));
+  ldm_trans(qg, at.tokens + shift + OFF_QG);
+  ldm_trans(kg, at.tokens + shift + OFF_KG);
+  ldm_trans(ki, at.wide + shift + OFF_KI);
+  ldm_trans(kd, at.keys + shift);
+  ldm_trans(k_, at.wide + shift + OFF_K);
 #pragma unroll
   for (int j = 8; j < 16; j++) Y[j] = -Y[j];
   float I[8] = {};
   {
     u32 p[4];
-    ldm(p, at + OFF_DP + rb * 32 + cb * 16);
+    ldm(p, at.pairs + shift + OFF_DP);
     mma(Y, ki, p[0], p[1]); mma(Y + 4, ki, p[2], p[3]);
-    ldm(p, at + OFF_DA + rb * 32 + cb * 16);
+    ldm(p, at.pairs + shift + OFF_DA);
     mma(Y + 8, ki, p[0], p[1]); mma(Y + 12, ki, p[2], p[3]);
-    ldm_trans(p, at + OFF_DP + rt * 32 + ct * 16);
+    ldm_trans(p, at.turned + shift + OFF_DP);
     mma(I, qg, p[0], p[1]); mma(I + 4, qg, p[2], p[3]);
-    ldm_trans(p, at + OFF_DA + rt * 32 + ct * 16);
+    ldm_trans(p, at.turned + shift + OFF_DA);
     mma(I, kg, p[0], p[1]); mma(I + 4, kg, p[2], p[3]);
   }
   u32 dq[4], dk[4];
   float own[4];
-  of_tokens(own, at + OFF_DD, lane);
+  of_tokens(own, at.firsts + shift + OFF_DD);
+  const u32 gates = at.firsts + shift + OFF_G + tq * (1024 - 8) + (kc * 8 + r) * 4, ends = at.firsts + shift + OFF_E - tq * 8 + (kc * 8 + r) * 4;
+  const u64 next = (u64)a.H * (D * sizeof(Gate)), far = dg + 8 * next, rows[4] = {dg, dg + next, far, far + next};
 #pragma unroll
   for (int e = 0; e < 2; e++) {  // rows r and r + 8
-    const int channel = kc * 8 + r + 8 * e;
-    const float E = lds(at + OFF_E + channel * 4);
+    const float E = lds(ends + 32 * e);
     float dG[4], ended = 0.f, q[4], k[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int nt = i >> 1, j = nt * 4 + 2 * e + (i & 1), token = nt * 8 + 2 * tq + (i & 1), f = 2 * nt + e;
+      const int nt = i >> 1, j = nt * 4 + 2 * e + (i & 1), token = nt * 8 + (i & 1), f = 2 * nt + e;
       auto of = [&](const u32(&x)[4]) { return i & 1 ? hi(x[f]) : lo(x[f]); };
-      const float G = lds(at + OFF_G + token * 512 + channel * 4), up = ex2(G), down = ex2(-G);
-      const float dkd = Z[j] * lds(at + OFF_B + token * 4), last = of(kd) * dkd;
+      const float G = lds(gates + token * 512 + 32 * e), up = ex2(G), down = ex2(-G);
+      const float dkd = Z[j] * beta[i], last = of(kd) * dkd;
       dG[i] = of(qg) * Y[j] + of(kg) * Y[8 + j] - of(ki) * I[j] - last;
       ended += last;
       q[i] = a.scale * fmaf(Y[j], up, own[i] * of(k_));
-      k[i] = Y[8 + j] * up + fmaf(own[i], of(qg), I[j]) * down + dkd * (E * down);
+      k[i] = fmaf(Y[8 + j], up, fmaf(own[i], of(qg), fmaf(dkd, E, I[j])) * down);
     }
     ended += __shfl_xor_sync(~0u, ended, 1);
     ended += __shfl_xor_sync(~0u, ended, 2);
@@ -418,31 +463,21 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[8], cons
     sum_from_right(dG, tq);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int token = (i >> 1) * 8 + 2 * tq + (i & 1);
-      const u64 to = ((u64)(t + token) * a.H + h) * D + channel;
-      if (t + token < end) {
-#if GATE_BF16
-        ((u16*)b.dg)[to] = (u16)(pack(dG[i] + ended, 0.f) & 0xffff);
-#else
-        ((float*)b.dg)[to] = dG[i] + ended;
-#endif
-      }
+      if ((i >> 1) * 8 + (i & 1) + 2 * tq < live) ((Gate*)rows[i])[8 * e] = as_gate(dG[i] + ended);
     }
     dq[e] = pack(q[0], q[1]); dq[2 + e] = pack(q[2], q[3]);
     dk[e] = pack(k[0], k[1]); dk[2 + e] = pack(k[2], k[3]);
   }
   __syncwarp();  // this warp alone reads its channels of ki and kd now
-  stm_trans(dq, at + OFF_KI + rb * 256 + swz(rb, kc + cb));
-  stm_trans(dk, at + OFF_KD + rows_place(rb, kc + cb));
+  stm_trans(dq, at.wide + shift + OFF_KI);
+  stm_trans(dk, at.keys + shift);
   __syncwarp();
-  const int row = lane >> 1, j = kc + (lane & 1);
-  const u64 to = ((u64)(t + row) * a.H + h) * D + j * 8;
   u32 y[4], z[4];
-  lds128(y, at + OFF_KI + row * 256 + swz(row, j));
-  lds128(z, at + OFF_KD + rows_place(row, j));
-  if (t + row < end) {
-    stg128(b.dq + to, y);
-    stg128(b.dk + to, z);
+  lds128(y, at.wide_row + shift);
+  lds128(z, at.keys_row + shift);
+  if (lane >> 1 < live) {
+    stg128((char*)b.dq + to + kc * 16, y);
+    stg128((char*)b.dk + to + kc * 16, z);
   }
 }
 
@@ -458,11 +493,7 @@ INLINE void refuse_chunk(const BackArgs& b, float (&S)[16][4], int t, int end, i
     const u64 to = ((u64)token * b.a.H + h) * D + j % D;
     if (token >= end) continue;
     b.dq[to] = b.dk[to] = b.dv[to] = 0x7fff;
-#if GATE_BF16
-    ((u16*)b.dg)[to] = 0x7fff;
-#else
-    ((float*)b.dg)[to] = nan;
-#endif
+    ((Gate*)b.dg)[to] = as_gate(nan);
     if (j % D == 0) b.dbeta[(u64)token * b.a.H + h] = nan;
   }
 }
@@ -471,12 +502,14 @@ INLINE void refuse_chunk(const BackArgs& b, float (&S)[16][4], int t, int end, i
 // are passed over; those before `first` only bring dS.
 INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end, int c0, int stop, int skip, int first,
                  u32 base, int w, int lane) {
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, tq = lane & 3;
-  const int tile_row = w * 16 + (lane & 7) + (((lane >> 3) & 1) << 3), tile_col = lane >> 4, kc = (w >> 2) * 8 + (w & 3) * 2;
+  const int kc = (w >> 2) * 8 + (w & 3) * 2;
+  const Places p = places_of(base, kc, w, lane);
   const u32 adjoint = base + ADJOINT;
+  u32 tile[4];
+  turned(tile, adjoint + state_place(w * 16 + (lane & 7) + (((lane >> 3) & 1) << 3), lane >> 4));
   for (int c = c0; c < stop; c++) {
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
-    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
+    const u32 shift = slot * SLOT, at = base + shift, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
               bar_s = base + BARS_S + (i & 1) * 16;
     const bool own = !MAPS && c >= first;
     bar_wait(bars, (c / SLOTS) & 1);
@@ -506,18 +539,19 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         wg_commit();
         if (own) {
 #pragma unroll
-          for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + tile_col));
+          for (int ks = 0; ks < 8; ks++) stm(f[ks], tile[ks & 3] + (ks >> 2) * 16384);
         }
       }
-      ldm_trans(dout, at + OFF_X + by_value(rb, w * 2 + cb));
+      ldm_trans(dout, p.values + shift);
       wg_wait(L);
-      solve(L, dout, at, lane);
-      of_tokens(beta, at + OFF_B, lane);
+      solve(L, dout, p, shift);
+      of_tokens(beta, p.firsts + shift + OFF_B);
 #pragma unroll
       for (int f = 0; f < 4; f++) dr[f] = pack(L[2 * f] * beta[f & 2], L[2 * f + 1] * beta[(f & 2) + 1]);
+      const u64 to = (((u64)(t + (lane >> 1)) * b.a.H + h) * D + (lane & 1) * 8) * 2;
       if (own) {
         u32 v[4];
-        ldm_trans(v, at + OFF_W + rows_place(rb, w * 2 + cb));
+        ldm_trans(v, p.written + shift);
         float sums[4] = {L[0] * lo(v[0]) + L[2] * lo(v[1]), L[1] * hi(v[0]) + L[3] * hi(v[1]),
                          L[4] * lo(v[2]) + L[6] * lo(v[3]), L[5] * hi(v[2]) + L[7] * hi(v[3])};
 #pragma unroll
@@ -528,12 +562,11 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           sts64(base + SUMS + w * 64 + 2 * lane * 4, __float_as_uint(sums[0]), __float_as_uint(sums[1]));
           sts64(base + SUMS + w * 64 + (8 + 2 * lane) * 4, __float_as_uint(sums[2]), __float_as_uint(sums[3]));
         }
-        stm_trans(dr, at + OFF_X + by_value(16 + rb, w * 2 + cb));
+        stm_trans(dr, p.values + shift + 2048);
         __syncwarp();
-        const int row = lane >> 1, j = w * 2 + (lane & 1);
         u32 z[4];
-        lds128(z, at + OFF_X + by_value(16 + row, j));
-        if (t + row < end) stg128(b.dv + ((u64)(t + row) * b.a.H + h) * D + j * 8, z);
+        lds128(z, p.value_row + shift + 2048);
+        if (t + (lane >> 1) < end) stg128((char*)b.dv + to + w * 32, z);
         proxy_fence();
         __syncwarp();
         if (lane == 0) bar_arrive(bars + 16);
@@ -541,7 +574,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
 #pragma unroll
       for (int nt = 0; nt < 16; nt++) {
         u32 e[2];
-        lds64(e, at + OFF_E + (nt * 8 + 2 * tq) * 4);
+        lds64(e, p.firsts + shift + OFF_E + nt * 32);
 #pragma unroll
         for (int j = 0; j < 4; j++) S[nt][j] *= __uint_as_float(e[j & 1]);
       }
@@ -580,7 +613,8 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           b.dbeta[(u64)(t + lane) * b.a.H + h] = sum;
         }
         bar_wait(bars + 24, (i / SLOTS) & 1);
-        key_gradients(b, Y, Z, trace, at, kc, t, end, h, lane);
+        const u64 dg = (u64)b.dg + (((u64)(t + 2 * (lane & 3)) * b.a.H + h) * D + kc * 8 + (lane >> 2)) * sizeof(Gate);
+        key_gradients(b, Y, Z, trace, beta, p, shift, kc, end - t, to, dg, lane);
         between_warps();  // before the tile of dS is written anew
         if (lane == 0) bar_arrive(bar_s + 8);
       } else {

@@ -90,7 +90,7 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, in
   const u32 column = ((lane >> 1) & 7) * 16 + (lane & 1) * 8, row0 = at + (lane >> 4) * 4096 + column,
             ki0 = ki_at + (lane >> 4) * 128 + column, kd0 = at + OFF_G + (lane >> 4) * 1024 + column;
   float G[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
+#pragma unroll 2
   for (int i0 = 0; i0 < C; i0 += GROUP) {  // kd takes no place of g that a later group reads
     float g[GROUP][4];
     u32 q[GROUP][2], k[GROUP][2];
@@ -106,20 +106,21 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, in
     for (int l = 0; l < GROUP; l++) {
       const int i = i0 + l;
       const u32 turn = (i & 7) << 4, place = (row0 ^ turn) + i * 128;
-      float up[4], down[4], to_end[4];
+      float up[4], down[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         G[j] = fmaf(g[l][j], LOG2E, G[j]);
-        up[j] = ex2(G[j]); down[j] = ex2(-G[j]); to_end[j] = E[j] * down[j];
+        up[j] = ex2(G[j]); down[j] = ex2(-G[j]);
       }
       const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale;
       const float q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
       const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
       sts64(place + 2048, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
       sts64(place, pack(k0 * up[0], k1 * up[1]), pack(k2 * up[2], k3 * up[3]));
-      sts64((ki0 ^ turn) + i * 256, pack(k0 * down[0], k1 * down[1]), pack(k2 * down[2], k3 * down[3]));
-      sts64((kd0 ^ turn) + (i >> 3) * 2048 + (i & 7) * 128, pack(k0 * to_end[0], k1 * to_end[1]),
-            pack(k2 * to_end[2], k3 * to_end[3]));
+      down[0] *= k0; down[1] *= k1; down[2] *= k2; down[3] *= k3;
+      sts64((ki0 ^ turn) + i * 256, pack(down[0], down[1]), pack(down[2], down[3]));
+      sts64((kd0 ^ turn) + (i >> 3) * 2048 + (i & 7) * 128, pack(down[0] * E[0], down[1] * E[1]),
+            pack(down[2] * E[2], down[3] * E[3]));
     }
   }
 }
@@ -127,12 +128,13 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, in
 // p to its place, of q and k before factors take theirs
 INLINE void read_own(float scale, u32 at, int lane) {
   float p[2][4] = {};
-  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  u32 to[4];
+  turned(to, at + kq((lane & 7) + (((lane >> 3) & 1) << 3), lane >> 4));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     u32 q[4], k[4];
-    ldm(q, at + kq(16 + ra, 2 * ks + ca));
-    ldm(k, at + kq(ra, 2 * ks + ca));
+    ldm(q, to[ks & 3] + (ks >> 2) * 4096 + 2048);
+    ldm(k, to[ks & 3] + (ks >> 2) * 4096);
     mma(p[0], q, k[0], k[2]); mma(p[1], q, k[1], k[3]);
   }
   put_diagonal(p, scale, at + OFF_D, lane);
@@ -141,14 +143,16 @@ INLINE void read_own(float scale, u32 at, int lane) {
 // P to its place, and kg ki^T diag(beta) (rows of 80 bytes) to `pairs`. b: the beta of token lane % 16.
 INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   float A[2][4] = {}, P[2][4] = {};
-  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  u32 to[4], ki_to[4];
+  turned(to, at + kq((lane & 7) + (((lane >> 3) & 1) << 3), lane >> 4));
+  turned(ki_to, ki_at + rb * 256 + swz(rb, cb));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     u32 kg[4], qg[4], ki[4];
-    ldm(kg, at + kq(ra, 2 * ks + ca));
-    ldm(qg, at + kq(16 + ra, 2 * ks + ca));
-    ldm(ki, ki_at + rb * 256 + swz(rb, 2 * ks + cb));
+    ldm(kg, to[ks & 3] + (ks >> 2) * 4096);
+    ldm(qg, to[ks & 3] + (ks >> 2) * 4096 + 2048);
+    ldm(ki, ki_to[ks & 3] + (ks >> 2) * 128);
     mma(A[0], kg, ki[0], ki[1]); mma(A[1], kg, ki[2], ki[3]);
     mma(P[0], qg, ki[0], ki[1]); mma(P[1], qg, ki[2], ki[3]);
   }
@@ -276,8 +280,9 @@ INLINE int decide(const Args& a, const Span& x, int s, int h, u32 said, int w, i
   return skip;
 }
 
-// What the state gives a chunk's tokens before the pairs do: RO = S^T kg^T, then S^T qg^T; S <- e^GL S meanwhile.
-INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, int lane) {
+// What the state gives a chunk's tokens before the pairs do: RO = S^T kg^T, then S^T qg^T; S <- e^GL S meanwhile. ends: where this
+// lane's first e^GL lies.
+INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, u32 ends) {
   const u64 b0 = descriptor(at + OFF_KQ, 16, 1024), b1 = descriptor(at + OFF_KQ + 4096, 16, 1024);
   u32 f[8][4];
 #pragma unroll
@@ -288,7 +293,7 @@ INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, int lane) {
       f[ks][2 * i] = pack(y[0], y[1]);
       f[ks][2 * i + 1] = pack(y[2], y[3]);
       u32 e[2];
-      lds64(e, at + OFF_E + ((2 * ks + i) * 8 + 2 * (lane & 3)) * 4);
+      lds64(e, ends + (2 * ks + i) * 32);
 #pragma unroll
       for (int j = 0; j < 4; j++) y[j] *= __uint_as_float(e[j & 1]);
     }
@@ -341,46 +346,34 @@ INLINE void keep_state(const float (&S)[16][4], char* to, u32 stage, int w, int 
 INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int end, int chunk, int c, int stop, int skip,
                  u32 base, int w, int lane) {
   const u32 bars = base + BARS;
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-#if KEEP
-  u32 kept[4];  // W of the chunk before, which is still to go out
-#else
-  float O[8];  // S^T qg^T of the chunk before: with its U what is left to do of it
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, row = lane >> 1, j = w * 2 + (lane & 1);
+  // Places in the first slot: v and o as operands, and by rows; N; the first numbers of this lane's channels and tokens
+  const u32 values = base + OFF_V + rb * 256 + swz(rb, w * 2 + cb), rows = base + OFF_V + row * 256 + swz(row, j);
+  const u32 pairs = base + OFF_N + rb * 32 + cb * 16, firsts = base + 8 * (lane & 3);
+#if !KEEP
+  char* out = (char*)(a.o + ((u64)(t - C + row) * a.H + h) * D + j * 8);  // of the chunk before
+  const u64 step = (u64)a.H * (C * D * 2);
 #endif
-  u32 u[4];
-  bool left = false;
+  u32 before = 0;
+  bool left = false;  // o, or W, in the slot before
   auto finish = [&]() {
-    const int before = (c - 1) % SLOTS, from = t - C;
-    const u32 at = base + before * SLOT;
+    const int from = t - C;
     if (from >= begin) {
-#if KEEP
-      const int row = lane >> 1, j = w * 2 + (lane & 1);
-      stm_trans(kept, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
-      __syncwarp();
       u32 z[4];
-      lds128(z, at + OFF_V + row * 256 + swz(row, j));
+      lds128(z, rows + before);
+#if KEEP
       stg128((char*)(a.kept_W + kept_at(a, chunk + (from - begin) / C, h) * (C * D)) + rows_place(row, j), z);
 #else
-      u32 p[4];
-      ldm(p, at + OFF_P + rb * 32 + cb * 16);
-      mma(O, u, p[0], p[1]); mma(O + 4, u, p[2], p[3]);
-      u32 f[4] = {pack(O[0], O[1]), pack(O[2], O[3]), pack(O[4], O[5]), pack(O[6], O[7])};
-      stm_trans(f, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
-      __syncwarp();
-      int row = lane >> 1, j = w * 2 + (lane & 1);
-      u32 z[4];
-      lds128(z, at + OFF_V + row * 256 + swz(row, j));
-      if (from + row < end) stg128(a.o + ((u64)(from + row) * a.H + h) * D + j * 8, z);
+      if (from + row < end) stg128(out, z);
 #endif
     }
     __syncwarp();
-    if (lane == 0) bar_arrive(bars + before * 16 + 8);
+    if (lane == 0) bar_arrive(bars + (u32)(c - 1) % SLOTS * 16 + 8);
     left = false;
   };
   for (; c < stop; c++, t += C) {
-    const int slot = c % SLOTS;
-    const u32 at = base + slot * SLOT;
-    bar_wait(bars + slot * 16, (c / SLOTS) & 1);
+    const u32 slot = (u32)c % SLOTS, shift = slot * SLOT, at = base + shift;
+    bar_wait(bars + slot * 16, (u32)c / SLOTS & 1);
     const int way = c < skip ? 2 : lds32(base + HARD + slot * 4);
     if (__any_sync(~0u, way)) {
       if (left) finish();
@@ -389,22 +382,22 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       if (lane == 0) bar_arrive(bars + slot * 16 + 8);
     } else {
       float RO[16], U[8], beta[4];
-      u32 v[4], n[4];
+      u32 v[4], n[4], u[4], f[4];
 #if KEEP
       if (t >= begin)
         keep_state(S, (char*)(a.kept_S + kept_at(a, chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
 #endif
-      read_state(RO, S, at, lane);
+      read_state(RO, S, at, firsts + shift + OFF_E);
       if (left) finish();
-      ldm_trans(v, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
-      ldm(n, at + OFF_N + rb * 32 + cb * 16);
-      of_tokens(beta, at + OFF_B, lane);
+      ldm_trans(v, values + shift);
+      ldm(n, pairs + shift);
+      of_tokens(beta, firsts + shift + OFF_B);
       wg_wait(RO);
       solve(U, RO, v, n);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
 #if KEEP
-        kept[i] = pack(U[2 * i], U[2 * i + 1]);
+        f[i] = pack(U[2 * i], U[2 * i + 1]);
 #endif
         U[2 * i] *= beta[i & 2];
         U[2 * i + 1] *= beta[(i & 2) + 1];
@@ -415,13 +408,24 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       wg_commit();
 #if !KEEP
       float own[4];
-      of_tokens(own, at + OFF_D, lane);
+      u32 p[4];
+      ldm(p, pairs + shift + (OFF_P - OFF_N));
+      of_tokens(own, firsts + shift + OFF_D);
 #pragma unroll
-      for (int j = 0; j < 8; j++) O[j] = fmaf(own[(j >> 2) * 2 + (j & 1)], U[j], RO[8 + j]);
+      for (int i = 0; i < 8; i++) U[i] = fmaf(own[(i >> 2) * 2 + (i & 1)], U[i], RO[8 + i]);
+      mma(U, u, p[0], p[1]); mma(U + 4, u, p[2], p[3]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) f[i] = pack(U[2 * i], U[2 * i + 1]);
 #endif
+      stm_trans(f, values + shift);
+      __syncwarp();
+      before = shift;
       left = true;
       wg_wait(S);
     }
+#if !KEEP
+    out += step;
+#endif
   }
   if (left) finish();
 }

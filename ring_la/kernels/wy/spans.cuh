@@ -83,6 +83,11 @@ template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forw
 
 // Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
 INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
+// Where a row so swizzled goes on for four steps of two chunks, from `at` on, which is that of the first: no sum over bits that differ
+INLINE void turned(u32 (&to)[4], u32 at) {
+#pragma unroll
+  for (int ks = 0; ks < 4; ks++) to[ks] = at ^ (ks << 5);
+}
 
 // Where 8 channels of K, chunk 0 to 15, of row v of a state [V, K] lie: an operand of wgmma as it is.
 INLINE u32 state_place(int v, int chunk) { return (u32)((chunk >> 3) * 16384 + v * 128) + swz(v, chunk & 7); }
