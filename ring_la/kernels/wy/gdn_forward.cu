@@ -273,7 +273,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
   };
   for (int c = c0; c < c0 + n; c++) {
-    const int slot = c % SLOTS, t = t0 + (c - c0) * C;
+    const int slot = uniform(c % SLOTS), t = t0 + (c - c0) * C;
     const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
     float RO[READ];
