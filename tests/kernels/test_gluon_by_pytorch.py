@@ -44,5 +44,8 @@ def test_kernels(H: int, Hk: int, strong: bool, case: str, monkeypatch) -> None:
     torch.manual_seed(0)
     sizes = dict(H=H, Hk=Hk, K=128, V=64, dtype=torch.bfloat16, skips=strong and case != "a batch")
     worst = errors(Case("additive_scalar", strong=strong, **sizes, **CASES[case]), recurrence)
-    assert set(made) == {"attend_hopper_kernel", "paired_gradient_kernel" if H > Hk else "additive_gradient_hopper_kernel"}
+    assert set(made) == {
+        "attend_hopper_kernel",
+        "paired_gradient_kernel" if H > Hk else "additive_gradient_hopper_kernel",
+    }
     assert all(e < 6e-3 for e in worst.values()), worst
