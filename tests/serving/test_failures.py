@@ -38,7 +38,7 @@ def test_a_result_that_is_not_finite_fails_its_request_and_not_the_server():
 
 
 def check_death(rank: int) -> tuple[str, str, list[str]]:
-    """While all ranks decode a sequence, of which the last knows no more than its states. Also what the engine does then,
+    """While all ranks decode a sequence, of which the last knows no more than its states. What the engine does then, too,
     one after the other."""
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
     server, steps, done = engine(cp), [], []
