@@ -38,8 +38,8 @@ def test_a_result_that_is_not_finite_fails_its_request_and_not_the_server():
 
 
 def check_death(rank: int) -> tuple[str, str, list[str]]:
-    """While all ranks decode a sequence, of which the last knows no more than its states. Also what the engine does then,
-    one after the other."""
+    """While all ranks decode a sequence, of which the last knows no more than its states. And what the engine
+    does then, one after the other."""
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
     server, steps, done = engine(cp), [], []
     give_up, clear = cp.comm.give_up, server.batch.clear
