@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import filled, launch
@@ -147,25 +148,41 @@ def levels_kernel(
         put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
 
-def diagonal_products(plan: SpanPlan, inputs: Inputs, alone: bool) -> ChunkProducts:
-    """Of additive and delta writes: pairs, delta writes' inverse, and keys and queries weighed by the decay. `alone`:
-    what an output takes, and no gradients do."""
-    q, k, _, g, beta, reads, _ = inputs
+class Launched(NamedTuple):
+    """What launches fill, and what they take beside the inputs."""
+
+    found: ChunkProducts
+    out: tuple[Tensor | None, ...]
+    where: tuple[Tensor | int | float | None, ...]
+    grid: tuple[int, int]
+    constants: dict[str, Any]
+
+
+def launched(plan: SpanPlan, inputs: Inputs, rests: bool) -> Launched:
+    """`rests`: also room for what A's rounding leaves."""
     (B, T, H, HK, K, _), how, delta = plan.sizes, plan.pick(PRODUCTS_DIAGONAL), plan.rule.write != "additive"
-    rests = fine(plan) and not alone
     pairs, rest = plan.tokens(plan.chunk), plan.tokens(plan.chunk) if rests else None
     saved = SavedProducts(
-        factors=plan.factors() if delta else None, running=plan.new(*g.shape),
+        factors=plan.factors() if delta else None, running=plan.new(*inputs.g.shape),
         low=plan.new(B, plan.chunk_count, H, dtype=torch.int32), pairs=pairs, pairs_rest=rest,
         inverse=plan.tokens(plan.chunk) if delta else None,
     )  # fmt: skip
     found = ChunkProducts(plan.tokens(K), plan.tokens(K) if delta else None, plan.tokens(K), None, saved)
     constants: dict[str, Any] = dict(
         H=H, HK=HK, K=K, BK=min(how.block, width(K)), C=plan.chunk, LEVELS=level_count(plan), LIMIT=limit(plan),
-        DELTA=delta, ERASE=reads is not None, FINE=rests, PREC=plan.precision, VARLEN=plan.packed,
+        DELTA=delta, ERASE=inputs.a is not None, FINE=rests, PREC=plan.precision, VARLEN=plan.packed,
     )  # fmt: skip
     out = saved.factors, saved.running, pairs, rest, saved.inverse, found.q, found.reads, found.writes, saved.low
     where, grid = (plan.chunks.table, T, plan.chunk_count, plan.scale), (plan.chunk_count, plan.rows)
-    launch(products_kernel, grid, *filled(q, k, reads, g, beta, *out), *where, **constants, **how.options)
+    return Launched(found, out, where, grid, constants)
+
+
+def diagonal_products(plan: SpanPlan, inputs: Inputs, alone: bool) -> ChunkProducts:
+    """Of additive and delta writes: pairs, delta writes' inverse, and keys and queries weighed by the decay. `alone`:
+    what an output takes, and no gradients do."""
+    q, k, _, g, beta, reads, _ = inputs
+    found, out, where, grid, constants = launched(plan, inputs, fine(plan) and not alone)
+    options = plan.pick(PRODUCTS_DIAGONAL).options
+    launch(products_kernel, grid, *filled(q, k, reads, g, beta, *out), *where, **constants, **options)
     launch(levels_kernel, grid, *filled(q, k, reads, *out), *where, **constants, num_warps=4, num_stages=1)
     return found

@@ -5,6 +5,10 @@ tokens over which G varies little (`reach`) take the block's middle as reference
 the level of the smallest aligned block that holds both, t in its later half and s in its earlier one: with the border's
 G as reference both factors are at most 1. Either way a level is one product of whole tiles; with gates near 1 there is
 only one, and with gates so strong that m = 0 there are log2 C.
+
+`reach` and a middle look at tokens behind a row. Where no row may depend on them (`kernels.in_order`) a row takes the
+chunk's start as reference as far as its own and earlier tokens allow it (`near_start`), else the borders, all of which
+lie before it.
 """
 
 from __future__ import annotations
@@ -62,6 +66,20 @@ def reach(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr, LEVELS: tl.cons
 
 
 @triton.jit
+def near_start(G, t, START: tl.constexpr):
+    """Which rows may take the chunk's start as reference of their pairs: no token up to a row is more than START powers
+    of two from it."""
+    far = tl.max(tl.abs(G), 1)
+    return tl.max(tl.where(t[:, None] >= t[None, :], far[None, :], 0.0), 1) <= START
+
+
+@triton.jit
+def border_weight(g, g_, t, n, d, i, STRIDE: tl.constexpr, D: tl.constexpr):
+    """What both sides of the pairs of level i are weighed by: the decay between them and the border."""
+    return tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, STRIDE, D)))
+
+
+@triton.jit
 def level_weights(g, g_, t, n, d, low, i, STRIDE: tl.constexpr, D: tl.constexpr):
     """(e^{G − ref}, e^{ref − G}, mask) of the pairs of level i; below `low`, of those that share a block's middle."""
     if i < low:
@@ -70,7 +88,7 @@ def level_weights(g, g_, t, n, d, low, i, STRIDE: tl.constexpr, D: tl.constexpr)
         up = tl.exp2(up)
         mask = direct_mask(t, low)
     else:
-        up = tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, STRIDE, D)))
+        up = border_weight(g, g_, t, n, d, i, STRIDE, D)
         down = up
         mask = level_mask(t, i)
     return up, down, mask
@@ -90,6 +108,10 @@ def nearest(x, PREC: tl.constexpr):
 def row_of(x, t, i):
     """Row i of x, by token t."""
     return tl.sum(tl.where((t == i)[:, None], x, 0.0), 0)
+
+
+START = 64
+"""How far, in powers of two, a chunk's start may be from the rows that take it as reference (`near_start`)."""
 
 
 def level_count(plan: SpanPlan) -> int:
