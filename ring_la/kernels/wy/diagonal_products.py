@@ -29,11 +29,11 @@ from ring_la.kernels.wy.saved import ChunkProducts, SavedProducts, fine
 
 
 @triton.jit
-def put_square(A, Ar, a, b, h, start, t, n, T, H: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr):
-    """Store a chunk's [C, C]; FINE: what its rounding leaves too."""
-    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
+def put_square(A, Ar, a, b, h, start, rows, t, n, T, H: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr):
+    """Store those rows of a chunk's [C, C]; FINE: what its rounding leaves too."""
+    put(head(A, b, start, h, T, H, H, C), a, rows, n, t, H * C, C)
     if FINE:
-        put(head(Ar, b, start, h, T, H, H, C), a - a.to(A.dtype.element_ty).to(tl.float32), t, n, t, H * C, C)
+        put(head(Ar, b, start, h, T, H, H, C), a - a.to(A.dtype.element_ty).to(tl.float32), rows, n, t, H * C, C)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -87,7 +87,7 @@ def products_kernel(
             L = tl.dot(nearest(xw, PREC), yw, L, input_precision=PREC)
     tl.store(low_ + entry(b, s, h, NC, H), tl.where(spread <= LIMIT, LEVELS, -1))
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
-    put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
+    put_square(A, Ar, a * scale, b, h, start, t, t, n, T, H, C, FINE)
     if DELTA:
         f = F + entry(b, s, h, NC, H) * (4 * C)
         _, be = chunk_factors(g_, beta, f, b.to(tl.int64) * T + start, t, n, h, H, C, False, False)
@@ -141,7 +141,7 @@ def levels_kernel(
             if DELTA:
                 L += tl.where(mask, tl.dot((z * up).to(dt), yw, input_precision=PREC), 0.0)
     tl.store(low_, least)
-    put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
+    put_square(A, Ar, a * scale, b, h, start, t, t, n, T, H, C, FINE)
     if DELTA:
         be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)

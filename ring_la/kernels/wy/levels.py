@@ -6,9 +6,8 @@ the level of the smallest aligned block that holds both, t in its later half and
 G as reference both factors are at most 1. Either way a level is one product of whole tiles; with gates near 1 there is
 only one, and with gates so strong that m = 0 there are log2 C.
 
-`reach` and a middle look at tokens behind a row. Where no row may depend on them (`kernels.in_order`) a row takes the
-chunk's start as reference as far as its own and earlier tokens allow it (`near_start`), else the borders, all of which
-lie before it.
+`reach` and a middle look at tokens behind a row. Where no row may depend on them (`kernels.in_order`) rows `near_start`
+take the chunk's start as reference, and the others go by all levels, whose borders lie before them.
 """
 
 from __future__ import annotations
@@ -66,11 +65,16 @@ def reach(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr, LEVELS: tl.cons
 
 
 @triton.jit
-def near_start(G, t, START: tl.constexpr):
-    """Which rows may take the chunk's start as reference of their pairs: no token up to a row is more than START powers
-    of two from it."""
-    far = tl.max(tl.abs(G), 1)
-    return tl.max(tl.where(t[:, None] >= t[None, :], far[None, :], 0.0), 1) <= START
+def near_start(G, START: tl.constexpr):
+    """Which tokens are, like all before them, at most START powers of two from the chunk's start."""
+    return tl.cumsum((tl.min(G, 1) < -START).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def spread_of(G, near, t, half, LIMIT: tl.constexpr):
+    """How far tokens are from the chunk's middle; beyond LIMIT where one is not `near_start`."""
+    spread = tl.max(tl.max(tl.abs(G - row_of(G, t, half)[None, :]), 1), 0)
+    return tl.where(tl.min(near.to(tl.int32), 0) == 1, spread, 2.0 * LIMIT)
 
 
 @triton.jit
@@ -111,7 +115,7 @@ def row_of(x, t, i):
 
 
 START = 64
-"""How far, in powers of two, a chunk's start may be from the rows that take it as reference (`near_start`)."""
+"""How far, in powers of two, a row may be from the chunk's start to take it as reference (`near_start`)."""
 
 
 def level_count(plan: SpanPlan) -> int:
