@@ -36,5 +36,5 @@ def test_a_step_at_once_does_not_depend_on_ranks_or_packing():
 
 def test_prefill_and_decoding_at_once_are_the_forward_pass():
     """A decoder has no token behind the one it reads, a forward pass all of its block."""
-    models = ["kda", "rwkv7", "gla"]
+    models = ["kda", "rwkv7", "gla", "fox"]
     assert told("--decode", *models) == [f"{name} equal" for name in models]
