@@ -11,7 +11,6 @@ import torch
 
 from tests.support.same_bits import LAYERS
 
-
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_same_bits.py has it on a GPU"),

@@ -114,7 +114,7 @@ def row_of(x, t, i):
     return tl.sum(tl.where((t == i)[:, None], x, 0.0), 0)
 
 
-START = 64
+START = 80
 """How far, in powers of two, a row may be from the chunk's start to take it as reference (`near_start`)."""
 
 
