@@ -18,24 +18,29 @@ from torch import Tensor
 
 from ..blockwise import BLOCK, fixed
 from ..context import ContextParallel, ShardedLayout
-from ..errors import ArgumentError, describe_tensor
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..models import HybridLM
+from ..nn.layer import Layer
 
 
 class BlockReader:
     """What a model remembers of N documents of one length, read block by block.
 
     Args:
-        model: its layers may be of any kind that a deterministic layout takes.
+        model: its layers may be of any kind that goes on from a state under a deterministic layout.
         cp: deterministic, of this rank alone: reading on takes no other.
 
     Raises:
-        ArgumentError: another cp.
+        ArgumentError: another cp. UnsupportedError: a layer of another kind, by name.
     """
 
     def __init__(self, model: HybridLM, cp: ContextParallel) -> None:
         if not cp.deterministic or cp.size != 1:
             raise ArgumentError("cp", "one with deterministic=True, of one rank", repr(cp))
+        for layer in model.modules():
+            if isinstance(layer, Layer) and layer.cuts:
+                expected = "layers that go on from a state under a deterministic layout"
+                raise UnsupportedError("model", expected, type(layer).__name__, layer.cuts)
         self.model, self.cp = model, cp
         self.states: list[Any] | None = None
         self.since: Tensor | None = None

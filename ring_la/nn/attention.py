@@ -136,7 +136,7 @@ class Attention(KeyedLayer):
         return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attention of all tokens of a call to each other."""
+        """Attention of all tokens of a call to each other, or to those of `kv_layout`."""
         return attention(q, k, v, **options).o
 
     def _shared(
@@ -167,7 +167,7 @@ class Attention(KeyedLayer):
             cache = cache.extend(k, v)
             whole = layout.cp.layout(cache.k.shape[1], "contiguous")
             options: dict[str, Any] = dict(window=(self.window, -1), scale=scale)
-            return attention(q, *cache[:2], layout=layout, kv_layout=whole, **options).o, cache
+            return self._whole(q, *cache[:2], layout=layout, kv_layout=whole, **options), cache
         joint: dict[str, Any] = dict(joint_k=cache.k, joint_v=cache.v, joint="front", scale=scale)
         o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:

@@ -81,14 +81,17 @@ def mesa_net(
 
     def ready(q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         q, k = (keys_of(heads, t) for t in (q, k))
-        return q, k, (beta[..., None].to(wide) * k).to(k.dtype)
+        return q, k, beta[..., None].to(wide) * k
 
-    q, k, written = by_block(ready, q, k, beta, layout=options.layout)
+    q, k, strong = by_block(ready, q, k, beta, layout=options.layout)
+    written = strong.to(k.dtype)
     solver = _solver(k, g, beta, lam, G, steps, options)
     with torch.no_grad():
         x = solver(q, scale)
     final = dict(scale=1.0, output_final_state=options.output_final_state)
-    y, G = simple_gla(x, k, written, g, initial_state=None if G is None else G.mT, **final, **options.scan)  # G x
+    # the solver goes on from G, which then has to have the bits of the one it had within a document
+    given = (x.to(wide), k.to(wide), strong) if fixed(options.layout) else (x, k, written)
+    y, G = simple_gla(*given, g, initial_state=None if G is None else G.mT, **final, **options.scan)  # G x
     o, S = simple_gla(
         _Solved.apply(q, y, lam, x, solver, scale, options.layout),
         written,

@@ -28,7 +28,7 @@ class HybridByBlock(Hybrid):
         model: its layers may be of any kind that `BlockReader` takes. cp: the engine's, deterministic. Collective.
 
     Raises:
-        ArgumentError: another cp.
+        ArgumentError: another cp. UnsupportedError: a layer of another kind, by name.
     """
 
     flexible = resumes = goes_on = False
@@ -41,6 +41,7 @@ class HybridByBlock(Hybrid):
         if cp.size > 1:
             own: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             self._alone = ContextParallel(own, deterministic=True)
+        BlockReader(model, self._alone)  # refuses layers now, not at a prompt
 
     @torch.no_grad()
     def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:

@@ -47,12 +47,16 @@ CUT = ("rwkv6", "mamba3", "lightnet", "abc")
 READ_ON = [name for name in OTHERS if name not in CUT]
 
 
-def read_on(rank: int, name: str) -> str:
-    """What a reader says of such a layer behind the first block."""
-    reader = BlockReader(model([name]), ring_la.ContextParallel(group(1), deterministic=True))
+def read_on(rank: int, name: str) -> tuple[str, str]:
+    """What a reader says of such a layer, and what the layer does behind the first block."""
+    m, cp = model([name]), ring_la.ContextParallel(group(1), deterministic=True)
+    with pytest.raises(ring_la.UnsupportedError) as of_reader:
+        BlockReader(m, cp)
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    _, states = m.hidden(ids, output_states=True, layout=cp.layout(64))
     with pytest.raises(ring_la.UnsupportedError) as caught:
-        reader.prefill(torch.zeros(1, 65, dtype=torch.int64))
-    return str(caught.value)
+        m.hidden(ids, states=states, layout=cp.layout(64))
+    return str(of_reader.value), str(caught.value)
 
 
 def refused(rank: int, name: str) -> str:
@@ -68,8 +72,11 @@ def test_every_layer_has_the_same_bits_or_is_refused_by_name(ranks):
         expected = f"one without deterministic=True for {KINDS[name].__name__}"
         assert ranks.run(2, refused, name) == [f"layout: expected {expected}, got a deterministic one"] * 2
     for name in CUT:
-        expected = f"state: expected None under a deterministic layout for {KINDS[name].__name__}, got a state"
-        assert ranks.run(1, read_on, name)[0].startswith(expected)
+        of_reader, of_layer = ranks.run(1, read_on, name)[0]
+        kind = KINDS[name].__name__
+        expected = "model: expected layers that go on from a state under a deterministic layout"
+        assert of_reader.startswith(f"{expected}, got {kind}")
+        assert of_layer.startswith(f"state: expected None under a deterministic layout for {kind}, got a state")
 
 
 def plain(rank: int, layers: list[str]) -> dict[str, Tensor]:
@@ -151,3 +158,9 @@ def test_compiled_steps_have_the_same_bits(ranks):
 def test_prefill_and_decoding_are_the_forward_pass(ranks, P, T, read, layers):
     for whole, steps in ranks.run(P, decoded, P, T, read, layers):
         assert torch.equal(whole, steps)
+
+
+def test_a_solver_goes_on_from_the_matrix_it_had(ranks):
+    """In bf16: what MesaNet writes is not rounded where its solver reads it."""
+    whole, steps = ranks.run(1, decoded, 1, 66, 64, ["mesa_net"], torch.bfloat16)[0]
+    assert torch.equal(whole, steps)

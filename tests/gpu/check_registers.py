@@ -33,6 +33,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
+from ring_la.kernels import in_order
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs, Local, OutputUse, SpanMaps
 from ring_la.kernels.runtime.launch import launch as plain
@@ -78,7 +79,8 @@ def launched(case: Case) -> list:
 
 def forms(case: Case) -> dict[str, list]:
     """The launches of a call by the ways it may go: all in one, its backward with what its forward saved and without,
-    with an exchange of states between its parts, with no states, and for the queries' gradient alone."""
+    with an exchange of states between its parts, with no states, for the queries' gradient alone, and with states that
+    go from chunk to chunk."""
     x, rule = case.inputs(), Rule.parse(case.rule)
     table.DESCRIBED = 0 if case.bulk else LARGE
     pieces = 1 if case.cu is None else len(case.cu) - 1
@@ -116,7 +118,16 @@ def forms(case: Case) -> dict[str, list]:
             for q in (x.q, x.q.float()):
                 recurrence(rule, x._replace(q=q), cu, 1.0, OutputUse()).gradients(Backward(S, do, queries=True), None)
 
-    for form in (check, whole, split, bare, queries):
+    def deterministic() -> None:
+        if not in_order.reason_against(rule, x, case.T):
+            offsets = torch.tensor(case.cu or (0, case.T), dtype=torch.int32)
+            run = in_order.Pieces.of(case.T, offsets)
+            start = torch.zeros(case.B, len(offsets) - 1, case.H, case.K, case.V)
+            in_order.forward(rule, x, run, 1.0, start, False)
+            saved = in_order.forward(rule, x, run, 1.0, start, True).saved
+            in_order.gradients(rule, x, run, 1.0, Backward(start, do, saved), start)
+
+    for form in (check, whole, split, bare, queries, deterministic):
         with recorded(out.setdefault(form.__name__, [])):
             form()
     return out

@@ -220,6 +220,30 @@ def test_states_pass_from_chunk_to_chunk(rule):
         assert whole is None or torch.equal(torch.cat([one, other], 1), whole[:, :100])
 
 
+@pytest.mark.parametrize("strength", [0.02, 1.0, 3.0, 40.0])
+@pytest.mark.parametrize("rule", ["delta_diagonal", "additive_diagonal", "dplr_diagonal", "erase_diagonal"])
+def test_a_row_does_not_depend_on_later_tokens(rule, strength):
+    """A decoder reads the first tokens of a chunk, a forward pass all of them. Here the first chunk's tokens are cut
+    off behind n, or others stand there, of other decays."""
+    rule, H, D = Rule.parse(rule), 2, 32
+    q, k, v, a, b = (bf16(1, 64, H, D, seed=s) / 6 for s in range(5))
+    g = -strength * torch.rand(1, 64, H, D, generator=torch.Generator().manual_seed(7)).to(HERE)
+    beta = torch.sigmoid(v[..., 0].float()) if rule.write in ("delta", "erase") else None
+    given = Inputs(q, k, v, g, beta, *{"dplr": (a, b), "erase": (a,)}.get(rule.write, ()))
+    S = bf16(1, 1, H, D, D, seed=9).float()
+
+    def o(x):
+        pieces = Pieces.of(x.v.shape[1], torch.tensor([0, x.v.shape[1]], dtype=torch.int32, device=HERE))
+        return forward(rule, x, pieces, 0.2, S, False).o
+
+    whole = o(given)
+    assert whole.isfinite().all()
+    for n in (1, 2, 17, 31, 32, 33, 63):
+        assert torch.equal(o(Inputs(*(None if t is None else t[:, :n].contiguous() for t in given))), whole[:, :n]), n
+    other = Inputs(*(None if t is None else torch.cat([t[:, :33], 5 * t[:, 33:].flip(1)], 1) for t in given))
+    assert torch.equal(o(other)[:, :33], whole[:, :33])
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with final rows"])
 def test_a_convolution_is_its_parts(ends):
     """Two documents; the first one's last block, of 2 tokens, by itself as on another rank: the gradients of its lead

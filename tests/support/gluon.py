@@ -58,6 +58,9 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared.of(self.data[i])
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared.of(self.data.narrow(dim, start, length))
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared.of(self.data.permute(order))
 
@@ -72,11 +75,11 @@ def load(at: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Value:
     where = torch.as_tensor(at.offset)
     mask = torch.ones_like(where, dtype=torch.bool) if mask is None else mask.expand(where.shape)
     found = at.tensor.reshape(-1)[torch.where(mask, where, 0).long()]
-    return value(torch.where(mask, found, torch.zeros_like(found) + other))
+    return value(torch.where(mask, found, torch.full_like(found, other)))
 
 
-def store(at: Pointer, x: Tensor, mask: Tensor) -> None:
-    mask = mask.expand(at.offset.shape)
+def store(at: Pointer, x: Tensor, mask: Tensor | None = None) -> None:
+    mask = torch.ones_like(at.offset, dtype=torch.bool) if mask is None else mask.expand(at.offset.shape)
     at.tensor.view(-1)[at.offset[mask].long()] = x.expand(at.offset.shape)[mask].to(at.tensor.dtype).as_subclass(Tensor)
 
 
@@ -104,6 +107,7 @@ def copy(to: Shared, at: Pointer, mask: Tensor | None = None) -> None:
 def language(ids: tuple[int, ...]) -> SimpleNamespace:
     """Gluon's functions for one program."""
     named = ("NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMASharedLayout")
+    named += ("SwizzledSharedLayout",)
     return SimpleNamespace(
         **dict.fromkeys(named, lambda *given: None), constexpr=None, int64=torch.int64, float32=torch.float32,
         bfloat16=torch.bfloat16, program_id=lambda i: value(ids[i]), allocate_shared_memory=Shared,

@@ -245,6 +245,10 @@ def attend(
 ) -> None:  # fmt: skip
     """One of the four uses of `attend_kernel` on all spans, given the states that enter them (None: zero)."""
     (x, y, z, reverse, transposed), spans, T = roles, plan.spans, plan.sizes.T
+    if not reverse and not transposed and gates.present and not gates.constant and by_gluon(plan):
+        from ring_la.kernels.scalar_decay.attend_hopper import outputs
+
+        return outputs(plan, gates, (x, y, z), out, entering, left.leaving, left.states)
     dx, dz, dots = x.shape[3], z.shape[3], extra if isinstance(extra, TokenDots) else None
     how = _tiling(plan, gates, roles, left, extra)
     block, wide = min(how.block, columns(dz)), columns(dx)
@@ -263,6 +267,11 @@ def attend(
         HAS_STATE=entering is not None, LEAVE=left.leaving is not None, KEEP=left.states is not None, SUMS=summed,
         DOTS=dots is not None, **shared_constants(plan), **how.options,
     )  # fmt: skip
+
+
+def by_gluon(plan: SpanPlan) -> bool:
+    """Whether o's pass under a decay by token is the one for Hopper."""
+    return plan.gluon and (plan.sizes.K, plan.sizes.V) == (128, 64)
 
 
 def _tiling(plan: SpanPlan, gates: Gates, roles: Roles, left: Left, extra: SpanSums | TokenDots | None) -> Tiling:

@@ -27,6 +27,7 @@ from ring_la.kernels.triton.gluon_tiles import (
     chunk_here,
     passing,
     product,
+    put_by,
     weights,
     widened,
 )
@@ -71,16 +72,6 @@ def pairs_of(P, B, g_row, g_column, seen, step, scale, STRONG: gl.constexpr, FLA
     else:
         B = B * decay * scale
     return P, B, gl.convert_layout(gl.sum(pairs, 0), FLAT), of_rows
-
-
-@gluon.jit
-def put_by(tile, p, x, n, STRIDE: gl.constexpr):
-    """Store n rows of an accumulator by a tile of its shape in shared memory, 16 bytes a thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tile.store(x.to(p.dtype.element_ty))
-    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-    c = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    gl.store(p + r[:, None] * STRIDE + c[None, :], tile.load(layout), mask=(r < n)[:, None])
 
 
 @gluon.jit

@@ -27,6 +27,25 @@ def chunk_here(table, T, H: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr)
 
 
 @gluon.jit
+def span_here(table, s, T, LENGTH, C: gl.constexpr, VARLEN: gl.constexpr):
+    """(first token, end, piece, number of the first chunk, is last) of span `s`; see `tiles.span`."""
+    if VARLEN:
+        row = table + s * 6
+        start = gl.load(row)
+        end = gl.load(row + 1)
+        piece = gl.load(row + 2)
+        chunk = gl.load(row + 3)
+        last = gl.load(row + 5) != 0
+    else:
+        start = s * LENGTH
+        end = gl.minimum(start + LENGTH, T)
+        piece = 0
+        chunk = start // C
+        last = end == T
+    return start, end, piece, chunk, last
+
+
+@gluon.jit
 def ask(to, p, n, D: gl.constexpr, STRIDE: gl.constexpr):
     """Start to copy a tile of rows D wide to shared memory; rows from n on are zero."""
     ROWS: gl.constexpr = to.shape[0]
@@ -64,6 +83,16 @@ def put(p, x, n, D: gl.constexpr, STRIDE: gl.constexpr, zero=0):
     r = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) + zero
     c = gl.arange(0, D, gl.SliceLayout(0, layout))
     gl.store(p + r[:, None] * STRIDE + c[None, :], x, mask=(r < n)[:, None])
+
+
+@gluon.jit
+def put_by(tile, p, x, n, STRIDE: gl.constexpr):
+    """Store n rows of an accumulator by a tile of its shape in shared memory, 16 bytes a thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tile.store(x.to(p.dtype.element_ty))
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    c = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    gl.store(p + r[:, None] * STRIDE + c[None, :], tile.load(layout), mask=(r < n)[:, None])
 
 
 @gluon.jit

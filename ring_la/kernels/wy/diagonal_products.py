@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import filled, launch
@@ -28,11 +29,11 @@ from ring_la.kernels.wy.saved import ChunkProducts, SavedProducts, fine
 
 
 @triton.jit
-def put_square(A, Ar, a, b, h, start, t, n, T, H: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr):
-    """Store a chunk's [C, C]; FINE: what its rounding leaves too."""
-    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
+def put_square(A, Ar, a, b, h, start, rows, t, n, T, H: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr):
+    """Store those rows of a chunk's [C, C]; FINE: what its rounding leaves too."""
+    put(head(A, b, start, h, T, H, H, C), a, rows, n, t, H * C, C)
     if FINE:
-        put(head(Ar, b, start, h, T, H, H, C), a - a.to(A.dtype.element_ty).to(tl.float32), t, n, t, H * C, C)
+        put(head(Ar, b, start, h, T, H, H, C), a - a.to(A.dtype.element_ty).to(tl.float32), rows, n, t, H * C, C)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -86,7 +87,7 @@ def products_kernel(
             L = tl.dot(nearest(xw, PREC), yw, L, input_precision=PREC)
     tl.store(low_ + entry(b, s, h, NC, H), tl.where(spread <= LIMIT, LEVELS, -1))
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
-    put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
+    put_square(A, Ar, a * scale, b, h, start, t, t, n, T, H, C, FINE)
     if DELTA:
         f = F + entry(b, s, h, NC, H) * (4 * C)
         _, be = chunk_factors(g_, beta, f, b.to(tl.int64) * T + start, t, n, h, H, C, False, False)
@@ -140,32 +141,48 @@ def levels_kernel(
             if DELTA:
                 L += tl.where(mask, tl.dot((z * up).to(dt), yw, input_precision=PREC), 0.0)
     tl.store(low_, least)
-    put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
+    put_square(A, Ar, a * scale, b, h, start, t, t, n, T, H, C, FINE)
     if DELTA:
         be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
         put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
 
-def diagonal_products(plan: SpanPlan, inputs: Inputs, alone: bool) -> ChunkProducts:
-    """Of additive and delta writes: pairs, delta writes' inverse, and keys and queries weighed by the decay. `alone`:
-    what an output takes, and no gradients do."""
-    q, k, _, g, beta, reads, _ = inputs
+class Launched(NamedTuple):
+    """What launches fill, and what they take beside the inputs."""
+
+    found: ChunkProducts
+    out: tuple[Tensor | None, ...]
+    where: tuple[Tensor | int | float | None, ...]
+    grid: tuple[int, int]
+    constants: dict[str, Any]
+
+
+def launched(plan: SpanPlan, inputs: Inputs, rests: bool) -> Launched:
+    """`rests`: also room for what A's rounding leaves."""
     (B, T, H, HK, K, _), how, delta = plan.sizes, plan.pick(PRODUCTS_DIAGONAL), plan.rule.write != "additive"
-    rests = fine(plan) and not alone
     pairs, rest = plan.tokens(plan.chunk), plan.tokens(plan.chunk) if rests else None
     saved = SavedProducts(
-        factors=plan.factors() if delta else None, running=plan.new(*g.shape),
+        factors=plan.factors() if delta else None, running=plan.new(*inputs.g.shape),
         low=plan.new(B, plan.chunk_count, H, dtype=torch.int32), pairs=pairs, pairs_rest=rest,
         inverse=plan.tokens(plan.chunk) if delta else None,
     )  # fmt: skip
     found = ChunkProducts(plan.tokens(K), plan.tokens(K) if delta else None, plan.tokens(K), None, saved)
     constants: dict[str, Any] = dict(
         H=H, HK=HK, K=K, BK=min(how.block, width(K)), C=plan.chunk, LEVELS=level_count(plan), LIMIT=limit(plan),
-        DELTA=delta, ERASE=reads is not None, FINE=rests, PREC=plan.precision, VARLEN=plan.packed,
+        DELTA=delta, ERASE=inputs.a is not None, FINE=rests, PREC=plan.precision, VARLEN=plan.packed,
     )  # fmt: skip
     out = saved.factors, saved.running, pairs, rest, saved.inverse, found.q, found.reads, found.writes, saved.low
     where, grid = (plan.chunks.table, T, plan.chunk_count, plan.scale), (plan.chunk_count, plan.rows)
-    launch(products_kernel, grid, *filled(q, k, reads, g, beta, *out), *where, **constants, **how.options)
+    return Launched(found, out, where, grid, constants)
+
+
+def diagonal_products(plan: SpanPlan, inputs: Inputs, alone: bool) -> ChunkProducts:
+    """Of additive and delta writes: pairs, delta writes' inverse, and keys and queries weighed by the decay. `alone`:
+    what an output takes, and no gradients do."""
+    q, k, _, g, beta, reads, _ = inputs
+    found, out, where, grid, constants = launched(plan, inputs, fine(plan) and not alone)
+    options = plan.pick(PRODUCTS_DIAGONAL).options
+    launch(products_kernel, grid, *filled(q, k, reads, g, beta, *out), *where, **constants, **options)
     launch(levels_kernel, grid, *filled(q, k, reads, *out), *where, **constants, num_warps=4, num_stages=1)
     return found

@@ -24,6 +24,7 @@ from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import PRODUCTS_DIAGONAL, width
 from ring_la.kernels.triton.gates import running
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
+from ring_la.kernels.wy.diagonal_products import Launched
 from ring_la.kernels.wy.inverse import invert
 from ring_la.kernels.wy.levels import (
     direct_mask,
@@ -193,13 +194,12 @@ def dplr_levels_kernel(
     put(head(M, i_b, start, h, T, H, H, C), invert(-ab, C, PREC), t, n, t, H * C, C)
 
 
-def dplr_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
-    """Pairs and inverse of every chunk, and a, b, keys and queries weighed by the decay."""
-    q, k, _, g, _, a, b = inputs
+def launched(plan: SpanPlan, inputs: Inputs) -> Launched:
+    """What a launch fills and takes."""
     (B, T, H, HK, K, _), how = plan.sizes, plan.pick(PRODUCTS_DIAGONAL)
     pairs, value_pairs, value_reads, inverse = (plan.tokens(plan.chunk) for _ in range(4))
     saved = SavedProducts(
-        running=plan.new(*g.shape), low=plan.new(B, plan.chunk_count, H, dtype=torch.int32), pairs=pairs,
+        running=plan.new(*inputs.g.shape), low=plan.new(B, plan.chunk_count, H, dtype=torch.int32), pairs=pairs,
         inverse=inverse, value_pairs=value_pairs, value_reads=value_reads,
     )  # fmt: skip
     first, second, third, fourth = (plan.tokens(K) for _ in range(4))
@@ -210,9 +210,17 @@ def dplr_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
     )  # fmt: skip
     out = (
         saved.running, pairs, value_pairs, value_reads, inverse, found.q, found.reads, found.writes,
-        found.value_writes, saved.low, plan.chunks.table, T, plan.chunk_count, plan.scale,
+        found.value_writes, saved.low,
     )  # fmt: skip
-    grid = plan.chunk_count, plan.rows
-    launch(dplr_products_kernel, grid, q, k, a, b, g, *out, **constants, **how.options)
-    launch(dplr_levels_kernel, grid, q, k, a, b, *out, **constants, num_warps=4, num_stages=1)
+    where, grid = (plan.chunks.table, T, plan.chunk_count, plan.scale), (plan.chunk_count, plan.rows)
+    return Launched(found, out, where, grid, constants)
+
+
+def dplr_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
+    """Pairs and inverse of every chunk, and a, b, keys and queries weighed by the decay."""
+    q, k, _, g, _, a, b = inputs
+    found, out, where, grid, constants = launched(plan, inputs)
+    options = plan.pick(PRODUCTS_DIAGONAL).options
+    launch(dplr_products_kernel, grid, q, k, a, b, g, *out, *where, **constants, **options)
+    launch(dplr_levels_kernel, grid, q, k, a, b, *out, *where, **constants, num_warps=4, num_stages=1)
     return found

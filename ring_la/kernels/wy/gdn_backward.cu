@@ -92,14 +92,17 @@ INLINE void pair_gradients(int m, int from, float by, bool diagonal, u32 to, u32
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   float P[4][4] = {};
+  u32 rows[4], columns[4];
+  turned(rows, at + OFF_X + by_value(from + 16 * m + ra, ca));
+  turned(columns, at + OFF_W + tile_place(rb, cb));
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     u32 x[4], w[4];
-    ldm(x, at + OFF_X + by_value(from + 16 * m + ra, 2 * ks + ca));
-    ldm(w, at + OFF_W + tile_place(rb, 2 * ks + cb));
+    ldm(x, rows[ks & 3] + (ks >> 2) * 8192);
+    ldm(w, columns[ks & 3] + (ks >> 2) * 4096);
     mma(P[0], x, w[0], w[1]); mma(P[1], x, w[2], w[3]);
     if (m) {
-      ldm(w, at + OFF_W + tile_place(16 + rb, 2 * ks + cb));
+      ldm(w, columns[ks & 3] + (ks >> 2) * 4096 + 2048);
       mma(P[2], x, w[0], w[1]); mma(P[3], x, w[2], w[3]);
     }
   }
@@ -192,15 +195,40 @@ INLINE float shared_sums(const float (&x)[8], int lane) {
 
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ------------------
 
+// Where a lane of a warp that carries dS finds what it reads in the first slot: of tokens 0 to 15, the others 16 rows on
+struct Places {
+  u32 pairs, turned_pairs;  // of N, P, dP, dB, and of the same turned over; columns 16 to 31 32 bytes on, exclusive-or
+  u32 firsts;               // the first numbers of its tokens
+  u32 values, value_row;    // dO, as an operand and by rows; dR 4096 bytes on
+  u32 written;              // W
+  u32 keys, key_row;        // its channels of q; of k
+};
+INLINE Places places_of(u32 base, int kc, int w, int lane) {
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, rt = (lane & 7) + (((lane >> 3) & 1) << 3);
+  Places p;
+  p.pairs = base + pair_place(rb, cb);
+  p.turned_pairs = base + pair_place(rt, lane >> 4);
+  p.firsts = base + OFF_E + 8 * (lane & 3);
+  p.values = base + OFF_X + by_value(rb, w * 2 + cb);
+  p.value_row = base + OFF_X + by_value(lane >> 1, w * 2 + (lane & 1));
+  p.written = base + OFF_W + tile_place(rb, w * 2 + cb);
+  p.keys = base + by_key(rb, kc + cb);
+  p.key_row = base + by_key(lane >> 1, kc + (lane & 1));
+  asm volatile("" : "+r"(p.pairs), "+r"(p.turned_pairs), "+r"(p.firsts), "+r"(p.values), "+r"(p.value_row));  // else found in every chunk
+  asm volatile("" : "+r"(p.written), "+r"(p.keys), "+r"(p.key_row));
+  return p;
+}
+
 // Over chunks c0 to `stop` (not included) of those under way, the last of which begins at token `begin`; those before `first`
 // only bring dS.
 INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end, int c0, int stop, int first, u32 base, int w,
                  int lane) {
   const Args& a = b.a;
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
-  const int tile_row = w * 16 + rt, kc = (w >> 2) * 8 + (w & 3) * 2;
-  const u32 adjoint = base + ADJOINT, column = (u32)((lane & 3) * 8);
+  const int kc = (w >> 2) * 8 + (w & 3) * 2;
+  const Places p = places_of(base, kc, w, lane);
+  const u32 adjoint = base + ADJOINT;
+  u32 tile[4];
+  turned(tile, adjoint + state_place(w * 16 + (lane & 7) + (((lane >> 3) & 1) << 3), lane >> 4));
   auto write_dg = [&](int t, int i) {  // of the i-th chunk of the span's own, which begins at token t
 #if GATED
     if (w != 1) return;
@@ -226,9 +254,10 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   };
   for (int c = c0; c < stop; c++) {
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
-    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATE, bar_s = base + BARS_S;
+    const u32 shift = uniform(slot * SLOT), at = base + shift, bars = base + BARS + slot * 32, state = base + STATE, bar_s = base + BARS_S;
     const bool own = !MAPS && uniform(c >= first);
     bar_wait(bars, (c / SLOTS) & 1);
+    const u64 out = (((u64)(t + (lane >> 1)) * a.H + h) * D + (lane & 1) * 8) * 2, further = (u64)a.H * (16 * D * 2);
     u32 dout[2][4], dr[2][4];
     float trace = 0.f;
     {
@@ -243,25 +272,25 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         wg_commit();
         if (own) {
 #pragma unroll
-          for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + ct));
+          for (int ks = 0; ks < 8; ks++) stm(f[ks], tile[ks & 3] + (ks >> 2) * 16384);
         }
       }
       float L[16] = {};
-      u32 p[4];
+      u32 y[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {
-        ldm_trans(dout[m], at + OFF_X + by_value(16 * m + rb, w * 2 + cb));
+        ldm_trans(dout[m], p.values + shift + m * 2048);
 #pragma unroll
         for (int jp = 0; jp <= m; jp++) {
-          ldm_trans(p, at + OFF_P + pair_place(16 * m + rt, 2 * jp + ct));
-          mma(L + 8 * jp, dout[m], p[0], p[1]); mma(L + 8 * jp + 4, dout[m], p[2], p[3]);
+          ldm_trans(y, (p.turned_pairs ^ jp << 5) + shift + OFF_P + m * 1024);
+          mma(L + 8 * jp, dout[m], y[0], y[1]); mma(L + 8 * jp + 4, dout[m], y[2], y[3]);
         }
       }
       wg_wait(X);
 #pragma unroll
       for (int nt = 0; nt < 4; nt++) {
         u32 e[2];
-        lds64(e, at + OFF_E + 128 + nt * 32 + column);
+        lds64(e, p.firsts + shift + 128 + nt * 32);
 #pragma unroll
         for (int j = 0; j < 4; j++) L[4 * nt + j] = fmaf(X[4 * nt + j], __uint_as_float(e[j & 1]), a.scale * L[4 * nt + j]);
       }
@@ -272,32 +301,31 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         for (int j = 0; j < 4; j++) f[j] = pack(L[8 * m + 2 * j], L[8 * m + 2 * j + 1]);
 #pragma unroll
         for (int jp = 0; jp <= m; jp++) {
-          ldm_trans(p, at + OFF_N + pair_place(16 * m + rt, 2 * jp + ct));
-          mma(L + 8 * jp, f, p[0], p[1]); mma(L + 8 * jp + 4, f, p[2], p[3]);
+          ldm_trans(y, (p.turned_pairs ^ jp << 5) + shift + OFF_N + m * 1024);
+          mma(L + 8 * jp, f, y[0], y[1]); mma(L + 8 * jp + 4, f, y[2], y[3]);
         }
       }
 #pragma unroll
       for (int nt = 0; nt < 4; nt++) {
         u32 z[2];
-        lds64(z, at + OFF_E + 256 + nt * 32 + column);
+        lds64(z, p.firsts + shift + 256 + nt * 32);
         const float b0 = __uint_as_float(z[0]), b1 = __uint_as_float(z[1]);
         dr[nt >> 1][2 * (nt & 1)] = pack(L[4 * nt] * b0, L[4 * nt + 1] * b1);
         dr[nt >> 1][2 * (nt & 1) + 1] = pack(L[4 * nt + 2] * b0, L[4 * nt + 3] * b1);
       }
       if (own) {
 #pragma unroll
-        for (int m = 0; m < 2; m++) stm_trans(dr[m], at + OFF_X + by_value(C + 16 * m + rb, w * 2 + cb));
+        for (int m = 0; m < 2; m++) stm_trans(dr[m], p.values + shift + 4096 + m * 2048);
         proxy_fence();
         __syncwarp();
         if (lane == 0) bar_arrive(bars + 16);
         float sums[8];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-          const int row = 16 * m + (lane >> 1), j = w * 2 + (lane & 1);
           u32 z[4];
-          lds128(z, at + OFF_X + by_value(C + row, j));
-          if (t + row < end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, z);
-          ldm_trans(z, at + OFF_W + tile_place(16 * m + rb, w * 2 + cb));
+          lds128(z, p.value_row + shift + 4096 + m * 2048);
+          if (t + 16 * m + (lane >> 1) < end) stg128((char*)b.dv + out + m * further + w * 32, z);
+          ldm_trans(z, p.written + shift + m * 2048);
           const float* y = L + 8 * m;
           sums[4 * m] = y[0] * lo(z[0]) + y[2] * lo(z[1]); sums[4 * m + 1] = y[1] * hi(z[0]) + y[3] * hi(z[1]);
           sums[4 * m + 2] = y[4] * lo(z[2]) + y[6] * lo(z[3]); sums[4 * m + 3] = y[5] * hi(z[2]) + y[7] * hi(z[3]);
@@ -309,7 +337,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
 #pragma unroll
     for (int nt = 0; nt < 4; nt++) {
       u32 e[2];
-      lds64(e, at + OFF_E + nt * 32 + column);
+      lds64(e, p.firsts + shift + nt * 32);
       E[nt][0] = __uint_as_float(e[0]); E[nt][1] = __uint_as_float(e[1]);
     }
 #pragma unroll
@@ -329,7 +357,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
 #pragma unroll
       for (int ks = 0; ks < 8; ks++) {
         u32 z[4];
-        ldm(z, state + state_place(tile_row, 2 * ks + ct));
+        ldm(z, tile[ks & 3] + (ks >> 2) * 16384 + (STATE - ADJOINT));
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           const float* y = &S[2 * ks + (j >> 1)][2 * (j & 1)];
@@ -372,18 +400,18 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       bar_wait(bars + 24, (i / SLOTS) & 1);
       between_warps();  // nobody reads q, k, dS and the state as tiles any more
       if (lane == 0) bar_arrive(bar_s + 8);
-      u32 q[2][4], k[2][4], p[4];
+      u32 q[2][4], k[2][4], x[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {
-        ldm_trans(q[m], at + OFF_Q + by_key(16 * m + rb, kc + cb));
-        ldm_trans(k[m], at + OFF_K + by_key(16 * m + rb, kc + cb));
+        ldm_trans(q[m], p.keys + shift + OFF_Q + m * 2048);
+        ldm_trans(k[m], p.keys + shift + OFF_K + m * 2048);
       }
       float ended = trace;
 #pragma unroll
       for (int nt = 0; nt < 4; nt++) {
         u32 e[2], z[2];
-        lds64(e, at + OFF_E + 128 + nt * 32 + column);
-        lds64(z, at + OFF_E + 256 + nt * 32 + column);
+        lds64(e, p.firsts + shift + 128 + nt * 32);
+        lds64(z, p.firsts + shift + 256 + nt * 32);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           const u32 key = k[nt >> 1][2 * (nt & 1) + (j >> 1)];
@@ -397,22 +425,23 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int jb = 0; jb <= m; jb++) {
-          ldm(p, at + OFF_DP + pair_place(16 * m + rb, 2 * jb + cb));
-          mma(Y + 8 * m, k[jb], p[0], p[1]); mma(Y + 8 * m + 4, k[jb], p[2], p[3]);
-          ldm(p, at + OFF_DB + pair_place(16 * m + rb, 2 * jb + cb));
-          mma(Y + 16 + 8 * m, k[jb], p[0], p[1]); mma(Y + 16 + 8 * m + 4, k[jb], p[2], p[3]);
-          ldm_trans(p, at + OFF_DP + pair_place(16 * m + rt, 2 * jb + ct));
-          mma(Z + 8 * jb, q[m], p[0], p[1]); mma(Z + 8 * jb + 4, q[m], p[2], p[3]);
-          ldm_trans(p, at + OFF_DB + pair_place(16 * m + rt, 2 * jb + ct));
-          mma(Z + 8 * jb, k[m], p[0], p[1]); mma(Z + 8 * jb + 4, k[m], p[2], p[3]);
+          const u32 pairs = (p.pairs ^ jb << 5) + shift + m * 1024, turned_pairs = (p.turned_pairs ^ jb << 5) + shift + m * 1024;
+          ldm(x, pairs + OFF_DP);
+          mma(Y + 8 * m, k[jb], x[0], x[1]); mma(Y + 8 * m + 4, k[jb], x[2], x[3]);
+          ldm(x, pairs + OFF_DB);
+          mma(Y + 16 + 8 * m, k[jb], x[0], x[1]); mma(Y + 16 + 8 * m + 4, k[jb], x[2], x[3]);
+          ldm_trans(x, turned_pairs + OFF_DP);
+          mma(Z + 8 * jb, q[m], x[0], x[1]); mma(Z + 8 * jb + 4, q[m], x[2], x[3]);
+          ldm_trans(x, turned_pairs + OFF_DB);
+          mma(Z + 8 * jb, k[m], x[0], x[1]); mma(Z + 8 * jb + 4, k[m], x[2], x[3]);
         }
 #if GATED
-      float x[8];
+      float dots[8];
 #pragma unroll
       for (int nt = 0; nt < 4; nt++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          float& sum = x[2 * nt + e];
+          float& sum = dots[2 * nt + e];
           sum = 0.f;
 #pragma unroll
           for (int j = e; j < 4; j += 2) {
@@ -422,7 +451,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           }
         }
       sts32(base + DOTS + (i & 1) * 1024 + w * 128 + ((lane >> 3) * 8 + (lane & 3) * 2 + ((lane >> 2) & 1)) * 4,
-            __float_as_uint(shared_sums(x, lane)));
+            __float_as_uint(shared_sums(dots, lane)));
 #pragma unroll
       for (int k = 1; k < 32; k *= 2) ended += __shfl_xor_sync(~0u, ended, k);
       if (lane == 0) sts32(base + ENDS + (i & 1) * 32 + w * 4, __float_as_uint(ended));
@@ -436,20 +465,18 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           f[j] = pack(Y[n], Y[n + 1]);
           g[j] = pack(Y[16 + n] + Z[n], Y[16 + n + 1] + Z[n + 1]);
         }
-        stm_trans(f, at + OFF_Q + by_key(16 * m + rb, kc + cb));
-        stm_trans(g, at + OFF_K + by_key(16 * m + rb, kc + cb));
+        stm_trans(f, p.keys + shift + OFF_Q + m * 2048);
+        stm_trans(g, p.keys + shift + OFF_K + m * 2048);
       }
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < 2; m++) {
-        const int row = 16 * m + (lane >> 1), j = kc + (lane & 1);
-        const u64 to = ((u64)(t + row) * a.H + h) * D + j * 8;
         u32 y[4], z[4];
-        lds128(y, at + OFF_Q + by_key(row, j));
-        lds128(z, at + OFF_K + by_key(row, j));
-        if (t + row < end) {
-          stg128(b.dq + to, y);
-          stg128(b.dk + to, z);
+        lds128(y, p.key_row + shift + OFF_Q + m * 2048);
+        lds128(z, p.key_row + shift + OFF_K + m * 2048);
+        if (t + 16 * m + (lane >> 1) < end) {
+          stg128((char*)b.dq + out + m * further + kc * 16, y);
+          stg128((char*)b.dk + out + m * further + kc * 16, z);
         }
       }
     } else {

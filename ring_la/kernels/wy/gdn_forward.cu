@@ -5,10 +5,11 @@
 //
 // Chunks of 32 tokens, K = V = 128. With G the running sum of g in a chunk and GL its last, E_ij = e^(G_i - G_j),
 //
-//   N = (I + diag(beta) tril(k k^T * E, -1))^-1 - I,   P = tril(q k^T * E)
-//   X = diag(beta) (V - e^G k S),   U = X + N X,   o = scale (e^G q S + P U),   S <- e^GL S + k^T (e^(GL - G) U)
+//   N = (I + tril(k k^T * E, -1) diag(beta))^-1 - I,   P = tril(q k^T * E)
+//   X = V - e^G k S,   Z = X + N X,   U = diag(beta) Z,   o = scale (e^G q S + P U),   S <- e^GL S + k^T (e^(GL - G) U)
 //
-// so that a token's own part of U is rounded once. A program works through a span of one head: four warps make N and P, a chunk each, and eight carry the state
+// so that a token's own part of U is rounded once. beta goes into P's columns and the factors of what the state takes; with KEEP,
+// for the backward, N = (I + diag(beta) tril(…))^-1 - I, and beta goes into X. A program works through a span of one head: four warps make N and P, a chunk each, and eight carry the state
 // transposed, [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
 //
 // A span that is not a piece's first starts up to sixteen chunks early from zero where the norm of what entered there has
@@ -41,7 +42,7 @@
 #define OFF_B 28672
 #define HALF 8192               // from 64 channels of k and q to the others
 #define TRIANGLES (SLOTS * SLOT + STAGE)
-#define FACTOR 384              // of a slot's tokens: e^G, e^(GL - G), beta
+#define FACTOR 384              // of a slot's tokens: e^G; what of Z the state takes: e^(GL - G) beta; with KEEP without beta, and beta
 #define FACTORS (TRIANGLES + MAKERS * TRIANGLE)
 #define BARS (FACTORS + SLOTS * FACTOR) // of each slot: full, empty
 #define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
@@ -85,7 +86,8 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at
   }
 }
 
-// P (not with MAPS), and to `triangle` diag(beta) tril(k k^T * E, -1), whose G and beta lane i has of token i
+// P diag(beta) (not with MAPS), and to `triangle` tril(k k^T * E, -1) diag(beta), whose G and beta lane i has of token i; with KEEP P
+// and diag(beta) tril(k k^T * E, -1)
 INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
@@ -118,25 +120,32 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
   const u32 even = triangle + (lane >> 2) * 4 + 256 * l - 32 * l0 * (l - l0);
   const u32 odd = triangle + (lane >> 2) * 4 + 256 * l - 32 * l1 * (l - l1) - 16 * l1;
 #pragma unroll
-  for (int m = 0; m < 2; m++)
+  for (int nt = 0; nt < 4; nt++) {
+    const int j = nt * 8 + 2 * (lane & 3), back = nt * 64 * l;
+    const float G0 = __shfl_sync(~0u, G, j), G1 = __shfl_sync(~0u, G, j + 1);
+#if !KEEP
+    const float b0 = __shfl_sync(~0u, b, j), b1 = __shfl_sync(~0u, b, j + 1);
+#endif
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int i = m * 16 + e * 8 + (lane >> 2);
-      const float Gi = __shfl_sync(~0u, G, i), bi = __shfl_sync(~0u, b, i);
+    for (int m = nt >> 1; m < 2; m++)
 #pragma unroll
-      for (int nt = 0; nt < 2 + 2 * m; nt++) {
-        const int j = nt * 8 + 2 * (lane & 3), row = (m * 16 + e * 8) * 4, back = nt * 64 * l;
-        const float e0 = ex2(Gi - __shfl_sync(~0u, G, j)), e1 = ex2(Gi - __shfl_sync(~0u, G, j + 1));
+      for (int e = 0; e < 2; e++) {
+        const int i = m * 16 + e * 8 + (lane >> 2), row = (m * 16 + e * 8) * 4;
+        const float Gi = __shfl_sync(~0u, G, i);
         const float* x = &A[2 * m + nt][2 * e];
         const float* y = &P[2 * m + nt][2 * e];
 #if KEEP
+        const float e0 = ex2(Gi - G0), e1 = ex2(Gi - G1), b0 = __shfl_sync(~0u, b, i), b1 = b0;
         sts32(at + OFF_B + pair_place(i, nt) + (lane & 3) * 4, pack(j < i ? x[0] * e0 : 0.f, j + 1 < i ? x[1] * e1 : 0.f));
+        const float x0 = x[0] * e0 * b0, x1 = x[1] * e1 * b1;
+#else
+        const float e0 = ex2(Gi - G0) * b0, e1 = ex2(Gi - G1) * b1, x0 = x[0] * e0, x1 = x[1] * e1;
 #endif
-        if (j < i) sts32(even - back + nt * (1024 - 128 * nt) + row, __float_as_uint(x[0] * e0 * bi));
-        if (j + 1 < i) sts32(odd - back + 128 + nt * (992 - 128 * nt) + row, __float_as_uint(x[1] * e1 * bi));
+        if (j < i) sts32(even - back + nt * (1024 - 128 * nt) + row, __float_as_uint(x0));
+        if (j + 1 < i) sts32(odd - back + 128 + nt * (992 - 128 * nt) + row, __float_as_uint(x1));
         if (!MAPS) sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
       }
-    }
+  }
 }
 
 #if KEEP
@@ -178,9 +187,12 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
       const float before = __shfl_up_sync(~0u, G, m);
       if (lane >= m) G += before;
     }
+    const float to_end = ex2(__shfl_sync(~0u, G, C - 1) - G);
     sts32(factors + lane * 4, __float_as_uint(ex2(G)));
-    sts32(factors + 128 + lane * 4, __float_as_uint(ex2(__shfl_sync(~0u, G, C - 1) - G)));
+    sts32(factors + 128 + lane * 4, __float_as_uint(KEEP ? to_end : to_end * b));
+#if KEEP
     sts32(factors + 256 + lane * 4, __float_as_uint(b));
+#endif
     asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
     cp_wait();
     __syncwarp();
@@ -261,7 +273,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
   };
   for (int c = c0; c < c0 + n; c++) {
-    const int slot = c % SLOTS, t = t0 + (c - c0) * C;
+    const int slot = uniform(c % SLOTS), t = t0 + (c - c0) * C;
     const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
     float RO[READ];
@@ -275,7 +287,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     if (left) put_out(c - 1);
     left = !MAPS && t >= begin;
     u32 v[2][4], u[2][4], at_end[2][4];
-    float E[4][2], beta[4][2];
+    float E[4][2], to_end[4][2];
     auto of_tokens = [&](float (&x)[4][2], u32 from) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -285,11 +297,14 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       }
     };
     of_tokens(E, factors);
+#if KEEP
+    float beta[4][2];
     of_tokens(beta, factors + 256);
+#endif
 #pragma unroll
     for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
     wg_wait(RO);
-    float U[4][4];  // X for now
+    float U[4][4];  // X for now; then Z, with KEEP U
 #if KEEP
     float W[16];  // V - e^G k S for now
 #endif
@@ -298,16 +313,15 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* r = RO + 8 * m + 2 * i;
-        const float(&e)[2] = E[2 * m + (i >> 1)], (&b)[2] = beta[2 * m + (i >> 1)];
-        const float y0 = fmaf(-e[0], r[0], lo(v[m][i])), y1 = fmaf(-e[1], r[1], hi(v[m][i]));
-#if KEEP
-        W[8 * m + 2 * i] = y0; W[8 * m + 2 * i + 1] = y1;
-#endif
+        const float(&e)[2] = E[2 * m + (i >> 1)];
         float* x = U[0] + 8 * m + 2 * i;
-        x[0] = y0 * b[0]; x[1] = y1 * b[1];
+        x[0] = fmaf(-e[0], r[0], lo(v[m][i])); x[1] = fmaf(-e[1], r[1], hi(v[m][i]));
+#if KEEP
+        W[8 * m + 2 * i] = x[0]; W[8 * m + 2 * i + 1] = x[1];
+        x[0] *= beta[2 * m + (i >> 1)][0]; x[1] *= beta[2 * m + (i >> 1)][1];
+#endif
         v[m][i] = pack(x[0], x[1]);
       }
-    float to_end[4][2];
     of_tokens(to_end, factors + 128);
     add_pairs(U[0], v, at + OFF_N, rb, cb);
 #pragma unroll

@@ -5,6 +5,9 @@ tokens over which G varies little (`reach`) take the block's middle as reference
 the level of the smallest aligned block that holds both, t in its later half and s in its earlier one: with the border's
 G as reference both factors are at most 1. Either way a level is one product of whole tiles; with gates near 1 there is
 only one, and with gates so strong that m = 0 there are log2 C.
+
+`reach` and a middle look at tokens behind a row. Where no row may depend on them (`kernels.in_order`) rows `near_start`
+take the chunk's start as reference, and the others go by all levels, whose borders lie before them.
 """
 
 from __future__ import annotations
@@ -62,6 +65,25 @@ def reach(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr, LEVELS: tl.cons
 
 
 @triton.jit
+def near_start(G, START: tl.constexpr):
+    """Which tokens are, like all before them, at most START powers of two from the chunk's start."""
+    return tl.cumsum((tl.min(G, 1) < -START).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def spread_of(G, near, t, half, LIMIT: tl.constexpr):
+    """How far tokens are from the chunk's middle; beyond LIMIT where one is not `near_start`."""
+    spread = tl.max(tl.max(tl.abs(G - row_of(G, t, half)[None, :]), 1), 0)
+    return tl.where(tl.min(near.to(tl.int32), 0) == 1, spread, 2.0 * LIMIT)
+
+
+@triton.jit
+def border_weight(g, g_, t, n, d, i, STRIDE: tl.constexpr, D: tl.constexpr):
+    """What both sides of the pairs of level i are weighed by: the decay between them and the border."""
+    return tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, STRIDE, D)))
+
+
+@triton.jit
 def level_weights(g, g_, t, n, d, low, i, STRIDE: tl.constexpr, D: tl.constexpr):
     """(e^{G − ref}, e^{ref − G}, mask) of the pairs of level i; below `low`, of those that share a block's middle."""
     if i < low:
@@ -70,7 +92,7 @@ def level_weights(g, g_, t, n, d, low, i, STRIDE: tl.constexpr, D: tl.constexpr)
         up = tl.exp2(up)
         mask = direct_mask(t, low)
     else:
-        up = tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, STRIDE, D)))
+        up = border_weight(g, g_, t, n, d, i, STRIDE, D)
         down = up
         mask = level_mask(t, i)
     return up, down, mask
@@ -90,6 +112,10 @@ def nearest(x, PREC: tl.constexpr):
 def row_of(x, t, i):
     """Row i of x, by token t."""
     return tl.sum(tl.where((t == i)[:, None], x, 0.0), 0)
+
+
+START = 80
+"""How far, in powers of two, a row may be from the chunk's start to take it as reference (`near_start`)."""
 
 
 def level_count(plan: SpanPlan) -> int:
