@@ -3,10 +3,10 @@
 A host that gives its work to NCCL waits for nothing, and one that waits for its GPU sees nothing: where another rank
 came to another call, died or does not come, such a rank would wait until the process group's own watchdog ends the
 process. A thread looks at the log of calls instead. Where that says that messages of this rank cannot come any more, or
-nobody has moved for the group's timeout while the device is at work, or a rank has ended that had come to more calls
-and the device has not been idle for `AHEAD` seconds since, it aborts them, so that the host goes on, and the next call
-of the rank raises why. What the host read of the device in between is of no use. Messages through mailboxes end by
-themselves, at the group's timeout.
+nobody has moved for the group's timeout while the device is at work, or a rank of this host has ended that had come to
+more calls and the device has not been idle for `AHEAD` seconds since, it aborts them, so that the host goes on, and the
+next call of the rank raises why. What the host read of the device in between is of no use. Messages through mailboxes
+end by themselves, at the group's timeout.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PAUSE = 0.1
 SETTLE = 1.0
 """Seconds in which a rank whose host does not wait finds out by itself."""
 AHEAD = 30.0
-"""Seconds for which a device may be at work, without a pause, after a rank has ended whose host had come to all calls:
-what that one had sent may still be on its way, or be waited for without end."""
+"""Seconds, or the group's timeout if that is less, for which a device may be at work, without a pause, after a rank of
+this host has ended that had come to all calls: what it had sent may be on its way, or be waited for without end."""
 
 log_of_events = logging.getLogger("ring_la")
 

@@ -77,24 +77,24 @@ def mesa_net(
         raise ArgumentError("steps", "an int ≥ 1", repr(steps))
     G, S = (None, None) if options.initial_state is None else options.initial_state
     heads, scale = v.shape[2], float(options.scale)  # type: ignore[arg-type]
-    wide = state_dtype_of({"k": k})
+    wide, same_bits = state_dtype_of({"k": k}), fixed(options.layout)
 
     def ready(q: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         q, k = (keys_of(heads, t) for t in (q, k))
-        return q, k, beta[..., None].to(wide) * k
+        written = beta[..., None].to(wide) * k
+        return q, k, written if same_bits else written.to(k.dtype)
 
-    q, k, strong = by_block(ready, q, k, beta, layout=options.layout)
-    written = strong.to(k.dtype)
+    q, k, written = by_block(ready, q, k, beta, layout=options.layout)
     solver = _solver(k, g, beta, lam, G, steps, options)
     with torch.no_grad():
         x = solver(q, scale)
     final = dict(scale=1.0, output_final_state=options.output_final_state)
     # the solver goes on from G, which then has to have the bits of the one it had within a document
-    given = (x.to(wide), k.to(wide), strong) if fixed(options.layout) else (x, k, written)
+    given = (x.to(wide), k.to(wide), written) if same_bits else (x, k, written)
     y, G = simple_gla(*given, g, initial_state=None if G is None else G.mT, **final, **options.scan)  # G x
     o, S = simple_gla(
         _Solved.apply(q, y, lam, x, solver, scale, options.layout),
-        written,
+        written.to(k.dtype),
         v,
         g,
         initial_state=S,

@@ -8,7 +8,9 @@ from torch import Tensor
 
 import ring_la
 from ring_la.inference import BlockReader
+from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS as KINDS
+from ring_la.nn import MixtureOfExperts
 from ring_la.training import sum_gradients
 from tests.support.pool import group
 from tests.support.same_bits import LAYERS, OTHERS, PACKED, decoded, differing, model, projected, tokens
@@ -59,6 +61,14 @@ def read_on(rank: int, name: str) -> tuple[str, str]:
     return str(of_reader.value), str(caught.value)
 
 
+def unread(rank: int, layer: str, mlp: str) -> str:
+    """What a reader says of a model of such layers."""
+    m = HybridLM(HybridConfig(50, 48, [layer], 3, mlp=mlp))
+    with pytest.raises(ring_la.UnsupportedError) as caught:
+        BlockReader(m, ring_la.ContextParallel(group(1), deterministic=True))
+    return str(caught.value)
+
+
 def refused(rank: int, name: str) -> str:
     layout = ring_la.ContextParallel(group(), deterministic=True).layout(64)
     with pytest.raises(ring_la.UnsupportedError) as caught:
@@ -77,6 +87,12 @@ def test_every_layer_has_the_same_bits_or_is_refused_by_name(ranks):
         expected = "model: expected layers that go on from a state under a deterministic layout"
         assert of_reader.startswith(f"{expected}, got {kind}")
         assert of_layer.startswith(f"state: expected None under a deterministic layout for {kind}, got a state")
+
+
+def test_a_reader_refuses_what_has_not_the_same_bits_when_it_is_made(ranks):
+    for layer, mlp, named in (*((n, "swiglu", KINDS[n]) for n in sorted(REFUSED)), ("gdn", "moe", MixtureOfExperts)):
+        expected = "model: expected layers that go on from a state under a deterministic layout"
+        assert ranks.run(1, unread, layer, mlp) == [f"{expected}, got {named.__name__}"]
 
 
 def plain(rank: int, layers: list[str]) -> dict[str, Tensor]:

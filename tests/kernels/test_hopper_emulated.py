@@ -107,6 +107,8 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
     if cu is not None:
         monkeypatch.setattr(gdn_launches, "GDNCall", FarCall)
     o, S, kept = gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=True)
+    for alone, beside in zip(gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=False), (o, S)):
+        assert (alone.float() - beside.float()).norm() <= LIMIT * beside.float().norm()  # beta lies elsewhere then
     grads, dS0 = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], kept)
     got = {"o": o, "S": S, "S0": dS0, **{n: x for n, x in grads._asdict().items() if x is not None}}
     x = [q, k, v, beta] if g is None else [q, k, v, g, beta]

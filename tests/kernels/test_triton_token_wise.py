@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
+import ring_la
 from ring_la.kernels.fused.bonus import plain_bonus
+from ring_la.recurrences import mesa
 from tests.support.interpreter import interpreted
 from tests.support.mesa_cases import errors as mesa_errors
 from tests.support.precondition_cases import errors
@@ -52,3 +56,19 @@ def test_shares_are_those_of_the_token_loop(cu):
 @pytest.mark.parametrize(("B", "K", "cu"), [(2, 20, (0, 70)), (1, 16, (0, 0, 1, 40, 100))])
 def test_systems_are_solved(B, K, cu):
     assert mesa_errors(B, 2, K, cu, True, torch.float32, DEVICE) < 1e-5
+
+
+def test_a_solver_has_no_wide_copy_of_the_keys_beside_it(monkeypatch):
+    """What is written is as narrow as keys while systems are solved."""
+    q, k, v = (torch.randn(1, 37, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    beta, lam, wide, of = torch.rand(1, 37, 2), torch.ones(2, 16), [], mesa._solver
+
+    def counted(*given):
+        gc.collect()
+        held = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == k.shape]
+        wide.append(sum(x.dtype == torch.float32 for x in held))
+        return of(*given)
+
+    monkeypatch.setattr(mesa, "_solver", counted)
+    ring_la.mesa_net(q, k, v, -beta, beta, lam, 2)
+    assert wide == [0]

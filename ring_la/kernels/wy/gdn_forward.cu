@@ -8,9 +8,11 @@
 //   N = (I + tril(k k^T * E, -1) diag(beta))^-1 - I,   P = tril(q k^T * E)
 //   X = V - e^G k S,   Z = X + N X,   U = diag(beta) Z,   o = scale (e^G q S + P U),   S <- e^GL S + k^T (e^(GL - G) U)
 //
-// so that a token's own part of U is rounded once. beta goes into P's columns and the factors of what the state takes; with KEEP,
-// for the backward, N = (I + diag(beta) tril(…))^-1 - I, and beta goes into X. A program works through a span of one head: four warps make N and P, a chunk each, and eight carry the state
-// transposed, [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
+// so that a token's own part of U is rounded once. beta goes into P's columns and the factors of what the state takes; with
+// KEEP, for the backward, N = (I + diag(beta) tril(k k^T * E, -1))^-1 - I, and beta goes into X.
+//
+// A program works through a span of one head: four warps make N and P, a chunk each, and eight carry the state transposed,
+// [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
 //
 // A span that is not a piece's first starts up to sixteen chunks early from zero where the norm of what entered there has
 // fallen below 2^-30 when the span begins (`left_over`). Where it has not, the span waits for the state that the one

@@ -8,10 +8,12 @@
 //   dqg = dO S^T + dP ki       dkg = -dR S^T + dA ki       dki = dA^T kg + dP^T qg       dkd = U dS^T
 //   dS <- e^GL dS + qg^T dO - kg^T dR
 //
-// and q, k, g get theirs by the factors; q and k those of p in fp32, which no gate touches. A program works through a span of one head from its end to its begin: three warps
-// make the factors of a chunk each, one fetches states and finds dP and dA, eight carry dS transposed, [V, K]. A span that
-// is not a piece's last starts one or two chunks late from zero where those forget what comes from the right (the bound
-// of kda.cuh), else it waits for the span after it. A chunk whose factors would not fit gives NaN.
+// and q, k, g get theirs by the factors; q and k those of p in fp32, which no gate touches.
+//
+// A program works through a span of one head from its end to its begin: three warps make the factors of a chunk each, one
+// fetches states and finds dP and dA, eight carry dS transposed, [V, K]. A span that is not a piece's last starts one or two
+// chunks late from zero where those forget what comes from the right (the bound of kda.cuh), else it waits for the span
+// after it. A chunk whose factors would not fit gives NaN.
 #include "kda.cuh"
 
 #define SLOTS 3
