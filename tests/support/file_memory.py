@@ -26,7 +26,9 @@ class Files(Memory):
         total = module._head(own.size) + -(-size // 16) * 16
         Files.opened += 1
         names = [f"{cls.folder}/{own.size}-{total}-{Files.opened}-{r}" for r in range(own.size)]
-        return cls(own, [torch.from_file(n, shared=True, size=total, dtype=torch.uint8) for n in names])
+        seen = [torch.from_file(n, shared=True, size=total, dtype=torch.uint8) for n in names]
+        dist.barrier(own.group)  # who makes a file writes its first byte, which is rank 0's flag, and two may make it
+        return cls(own, seen)
 
     def _launch(self, name: str, *numbers: int) -> None:
         if self.by_kernels:
