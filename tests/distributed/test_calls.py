@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -118,7 +119,6 @@ def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
     cp = ring_la.ContextParallel(group(), timeout=2.0 if how == "late" else PATIENCE)
     agreement, ended = cp.comm.agreement, threading.Event()
     one, other = (agreement.agree("this", {"scale": n}) for n in (1, 2))
-    lookout.AHEAD = 1.0
     look_out(agreement.calls, ended.set, lambda: how in ("late", "ahead"))
     if rank:
         if how == "ahead":  # its host was in further calls when it died
@@ -127,8 +127,9 @@ def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
         time.sleep(0.5)
         return [caught(lambda: agreement.again(other))] if how == "differs" else []
     agreement.again(one)
-    agreement.calls._is_dead = lambda r: how in ("died", "ahead")
-    assert ended.wait(10)  # a device that waits
+    with mock.patch.object(lookout, "AHEAD", 1.0):
+        agreement.calls._is_dead = lambda r: how in ("died", "ahead")
+        assert ended.wait(10)  # a device that waits
     return [caught(lambda: agreement.again(one)), caught(lambda: cp.comm.recv((1,), torch.float32, cp.device, 1))]
 
 

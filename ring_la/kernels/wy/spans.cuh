@@ -83,7 +83,7 @@ template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forw
 
 // Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
 INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
-// Where a row so swizzled goes on for four steps of two chunks, from `at` on, which is that of the first: no sum over bits that differ
+// Where the next chunks 0, 2, 4 and 6 of such a row lie, given where its chunk 0 or 1 does (`at`): one bit pattern each, found once
 INLINE void turned(u32 (&to)[4], u32 at) {
 #pragma unroll
   for (int ks = 0; ks < 4; ks++) to[ks] = at ^ (ks << 5);
