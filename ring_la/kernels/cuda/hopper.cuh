@@ -92,6 +92,9 @@ INLINE void stg128_if(void* p, const u32* x, bool live) {
 INLINE void cp16(u32 to, const void* from, bool live) {  // 16 bytes beside the computation; zeros where not live
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
+INLINE void cp_arrive(u32 bar) {  // at a barrier, once this thread's copies so far are done
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
+}
 INLINE void cp_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 INLINE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // before wgmma reads stores
 

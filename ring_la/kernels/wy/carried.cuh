@@ -11,15 +11,22 @@ template <class Args> INLINE int piece_end(const Args& a, const Span& x) {
   return a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T;
 }
 
-// X += pairs (lower triangle, at `p_at`) times what `x` holds
+// Pairs (lower triangle, at `p_at`) of 32 tokens, as a right operand's three blocks of 16
+INLINE void load_pairs(u32 (&p)[3][4], u32 p_at, int rb, int cb) {
+  ldm(p[0], p_at + pair_place(rb, cb));
+  ldm(p[1], p_at + pair_place(16 + rb, cb));
+  ldm(p[2], p_at + pair_place(16 + rb, 2 + cb));
+}
+// X += pairs times what `x` holds
+template <bool FP16 = false> INLINE void add_pairs(float* X, const u32 (&x)[2][4], const u32 (&p)[3][4]) {
+  mma<FP16>(X, x[0], p[0][0], p[0][1]); mma<FP16>(X + 4, x[0], p[0][2], p[0][3]);
+  mma<FP16>(X + 8, x[0], p[1][0], p[1][1]); mma<FP16>(X + 12, x[0], p[1][2], p[1][3]);
+  mma<FP16>(X + 8, x[1], p[2][0], p[2][1]); mma<FP16>(X + 12, x[1], p[2][2], p[2][3]);
+}
 template <bool FP16 = false> INLINE void add_pairs(float* X, const u32 (&x)[2][4], u32 p_at, int rb, int cb) {
-  u32 p[4];
-  ldm(p, p_at + pair_place(rb, cb));
-  mma<FP16>(X, x[0], p[0], p[1]); mma<FP16>(X + 4, x[0], p[2], p[3]);
-  ldm(p, p_at + pair_place(16 + rb, cb));
-  mma<FP16>(X + 8, x[0], p[0], p[1]); mma<FP16>(X + 12, x[0], p[2], p[3]);
-  ldm(p, p_at + pair_place(16 + rb, 2 + cb));
-  mma<FP16>(X + 8, x[1], p[0], p[1]); mma<FP16>(X + 12, x[1], p[2], p[3]);
+  u32 p[3][4];
+  load_pairs(p, p_at, rb, cb);
+  add_pairs<FP16>(X, x, p);
 }
 
 // The same of their transpose

@@ -1,5 +1,5 @@
 // What the gated delta rule's fused kernels share: arguments, and how far back a span begins. Chunks of 32 tokens,
-// K = V = 128.
+// K = V = 128. A file that includes this says before it how many WARPS a program has.
 #pragma once
 #define C 32  // tokens a chunk
 #define D 128 // channels of a head
@@ -74,7 +74,7 @@ INLINE float left_over(const Args& a, int t, int h, int lane) {
 // How many chunks before token t (`step` -1) or from it on (1) forget what enters them, or -1; of `there` tokens that are
 // asked for. By all warps.
 INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
-  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
+  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += WARPS) {
     const int from = step < 0 ? t - (i + 1) * C : t + i * C;
     const float left = (i + 1) * C <= there ? left_over(a, from, h, lane) : 0.f;
     if (lane == 0) sts32(said + i * 4, __float_as_uint(left));

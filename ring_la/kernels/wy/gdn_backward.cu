@@ -17,6 +17,7 @@
 // sixteen chunks late from zero where those forget what comes from the right (the bound of gdn.cuh), or with the piece's end;
 // else it waits for the span after it, going over its tokens three times as the forward does; or it is `given` what enters, which
 // comes of a scan over what a launch with MAPS finds.
+#define WARPS 12
 #include "gdn.cuh"
 
 #define MAKERS 2 // warps that make what needs a chunk's own tokens alone

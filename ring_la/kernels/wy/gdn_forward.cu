@@ -11,8 +11,8 @@
 // so that a token's own part of U is rounded once. beta goes into P's columns and the factors of what the state takes; with
 // KEEP, for the backward, N = (I + diag(beta) tril(k k^T * E, -1))^-1 - I, and beta goes into X.
 //
-// A program works through a span of one head: four warps make N and P, a chunk each, and eight carry the state transposed,
-// [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
+// A program works through a span of one head: four warps ask for what chunks need, four make N and P, a chunk each, and eight
+// carry the state transposed, [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
 //
 // A span that is not a piece's first starts up to sixteen chunks early from zero where the norm of what entered there has
 // fallen below 2^-30 when the span begins (`left_over`). Where it has not, the span waits for the state that the one
@@ -22,12 +22,13 @@
 //
 // Where states come from other ranks, one launch with MAPS finds what spans do to a state (maps.cuh), and another, `given`
 // what enters each, goes over them once.
+#define WARPS 16
 #include "gdn.cuh"
 #include "triangle.cuh"
 
 #define MAKERS 4 // warps that make pairs
 
-// A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; N; P. With KEEP B = tril(k k^T * E, -1).
+// A slot: k and q (128-byte swizzle, 64 channels a row); v; N; P. With KEEP v, then o, and B = tril(k k^T * E, -1).
 #if KEEP
 #define SLOTS 6  // chunks under way
 #define SLOT 30720
@@ -35,7 +36,7 @@
 #else
 #define SLOTS 7
 #define SLOT 28672
-#define STAGE 0
+#define STAGE 8192 // an output on its way out, 1 KB a warp that carries the state
 #endif
 #define OFF_Q 4096
 #define OFF_V 16384
@@ -47,45 +48,48 @@
 #define FACTOR 384              // of a slot's tokens: e^G; what of Z the state takes: e^(GL - G) beta; with KEEP without beta, and beta
 #define FACTORS (TRIANGLES + MAKERS * TRIANGLE)
 #define BARS (FACTORS + SLOTS * FACTOR) // of each slot: full, empty
-#define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
+#define LOADED (BARS + SLOTS * 16) // a barrier of each slot: what memory holds of its tokens is there
+#define OPEN (LOADED + (SLOTS + 1) / 2 * 16) // a barrier: the last pass may begin
 #define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, what they leave over
 #define SHARED (SAID + 80)
 
-// -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
+// -- what chunks need of their own tokens: asked for by four warps, 8 tokens each, and made by four, a chunk each -------
 
-// Ask for the rows of 32 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
-INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
-  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
-  const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
-  const char* k = (const char*)a.k + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
-  const char* v = (const char*)a.v + (u64)(t + row) * sv + h * (D * 2) + j * 16;
-  const u64 to_k = (const char*)a.q - (const char*)a.k;
-  u32 to[4], to_v[4];  // rows 2 i, i % 4
+// The chunks of all passes over a span, n each; the last pass, that makes outputs, begins with chunk `last`. That of MAPS is not
+// the last.
+struct Passes {
+  int t0, n, total, last;
+  INLINE int token(int c) const { return t0 + (c >= last ? c - last : c >= n ? c - n : c) * C; }  // the first of chunk c
+  INLINE bool middle(int c) const { return c >= n && c < last; }  // in which values are zero
+};
+INLINE Passes passes_of(int t0, int n, int passes) { return {t0, n, n * passes, MAPS ? n * passes : n * (passes - 1)}; }
+
+// Ask for what chunks hold in memory, once their slots are empty; tokens from x.end on are zero, v where no `values` are wanted.
+INLINE void ask(const Args& a, const Span& x, int h, const Passes& p, bool values, u32 base, int w, int lane) {
+  const int hk = h / (a.H / a.HK), row = w * 8 + (lane >> 4), j = lane & 15;
+  const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2), to_q = (const char*)a.q - (const char*)a.k;
+  const char* const k = (const char*)a.k + hk * (D * 2) + j * 16;
+  const char* const v = (const char*)a.v + h * (D * 2) + j * 16;
+  const u32 z = swz(row, j & 7), to_k = (u32)((j >> 3) * HALF + row * 128) + z, to_v = OFF_V + (u32)((j >> 3) * 128 + row * 256) + z;
+  int slot = 0, phase = 1;
+  for (int c = 0; c < p.total; c++) {
+    if (c >= SLOTS) bar_wait(base + BARS + slot * 16 + 8, phase);
+    if (c == p.last && c) bar_wait(base + OPEN, 0);
+    const u32 at = base + slot * SLOT;
+    const int t = p.token(c) + row;
+    const bool both = values && !p.middle(c);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 z = swz(row + 2 * i, j & 7);
-    to[i] = at + (u32)((j >> 3) * HALF + row * 128) + z;
-    to_v[i] = at + OFF_V + (u32)((j >> 3) * 128 + row * 256) + z;
-  }
-  if (t + C <= end) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      cp16(to[i & 3] + i * 256, k, true);
-      if (!MAPS) cp16(to[i & 3] + i * 256 + OFF_Q, k + to_k, true);
-      cp16(to_v[i & 3] + i * 512, v, values);
-      k += 2 * sk; v += 2 * sv;
+    for (int i = 0; i < 4; i++) {  // tokens 2 apart, whose places are an exclusive-or apart
+      const bool live = t + 2 * i < x.end;
+      const u64 from = live ? t + 2 * i : 0;
+      cp16((at + to_k ^ i << 5) + i * 256, k + from * sk, live);
+      if (!MAPS) cp16((at + to_k ^ i << 5) + i * 256 + OFF_Q, k + from * sk + to_q, live);
+      cp16((at + to_v ^ i << 5) + i * 512, v + from * sv, live && both);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const bool ok = 2 * i < live;
-      const char* from = ok ? k : (const char*)a.k;
-      cp16(to[i & 3] + i * 256, from, ok);
-      if (!MAPS) cp16(to[i & 3] + i * 256 + OFF_Q, from + to_k, ok);
-      cp16(to_v[i & 3] + i * 512, ok ? v : (const char*)a.v, ok && values);
-      k += 2 * sk; v += 2 * sv;
-    }
+    cp_arrive(base + LOADED + slot * 8);
+    if (++slot == SLOTS) { slot = 0; phase ^= 1; }
   }
+  cp_wait();
 }
 
 // P diag(beta) (not with MAPS), and to `triangle` tril(k k^T * E, -1) diag(beta), whose G and beta lane i has of token i; with KEEP P
@@ -162,58 +166,45 @@ INLINE void keep_pairs(u16* to, u32 at, int lane) {
 }
 #endif
 
-// The chunks of all passes over a span; n: of one pass. That of MAPS is not the last, which makes outputs; it may be without `values`.
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, bool values, u32 base, int w, int lane) {
-  const int total = n * passes, last = MAPS ? total : total - n;  // the first chunk of the last pass
+INLINE void produce(const Args& a, const Span& x, int h, const Passes& p, u32 base, int w, int lane) {
   float b, G;
-  auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
-  auto ask = [&](int c) {  // for what chunk c needs, once its slot is empty
-    const int slot = c % SLOTS;
-    if (c >= SLOTS) bar_wait(base + BARS + slot * 16 + 8, (c / SLOTS - 1) & 1);
-    if (passes > 1 && c >= last) bar_wait(base + OPEN, 0);
-    const bool middle = c >= n && c < last;
-    const int t = t0 + (c >= last ? c - last : middle ? c - n : c) * C;
-    load_chunk(a, t, x.end, h, values && !middle, base + slot * SLOT, lane);
-    const u64 i = (u64)(t + lane) * a.H + h;
-    const bool live = t + lane < x.end;
-    b = live ? beta_at(a, i) : 0.f;
-    G = live ? gate_at(a, i) : 0.f;
+  auto look_up = [&](int c) {  // beta and the gates
+    const int t = p.token(c) + lane;
+    const u64 i = (u64)t * a.H + h;
+    b = t < x.end ? beta_at(a, i) : 0.f;
+    G = t < x.end ? gate_at(a, i) : 0.f;
   };
-  if (w < total) ask(w);
-  for (int c = w; c < total; c += MAKERS) {
+  if (w < p.total) look_up(w);
+  for (int c = w; c < p.total; c += MAKERS) {
     const int slot = c % SLOTS;
     const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR, triangle = base + TRIANGLES + w * TRIANGLE;
-    G *= LOG2E;  // not where it is asked for, which would wait for it
+    G *= LOG2E;  // not where it is looked up, which would wait for it
 #pragma unroll
     for (int m = 1; m < C; m *= 2) {
       const float before = __shfl_up_sync(~0u, G, m);
       if (lane >= m) G += before;
     }
     const float to_end = ex2(__shfl_sync(~0u, G, C - 1) - G);
+    bar_wait(base + LOADED + slot * 8, c / SLOTS & 1);
     sts32(factors + lane * 4, __float_as_uint(ex2(G)));
     sts32(factors + 128 + lane * 4, __float_as_uint(KEEP ? to_end : to_end * b));
 #if KEEP
     sts32(factors + 256 + lane * 4, __float_as_uint(b));
 #endif
     asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
-    cp_wait();
-    __syncwarp();
     make_pairs(G, b, at, triangle, lane);
     __syncwarp();
-    const bool more = c + MAKERS < total;
-    const bool now = more && (c >= last || c + MAKERS < last) && uniform(is_empty(c + MAKERS));
-    if (now) ask(c + MAKERS);
+    if (c + MAKERS < p.total) look_up(c + MAKERS);
     asm volatile("" : "+r"(w));
     invert(at + OFF_N, base + TRIANGLES + w * TRIANGLE, lane);
 #if KEEP
     __syncwarp();
-    const int own = t0 + (c - last) * C - x.begin;
-    if (c >= last && own >= 0) keep_pairs(a.kept_pairs + kept_at(a, x.chunk + own / C, h) * (2 * C * C), at, lane);
+    const int own = p.token(c) - x.begin;
+    if (c >= p.last && own >= 0) keep_pairs(a.kept_pairs + kept_at(a, x.chunk + own / C, h) * (2 * C * C), at, lane);
 #endif
-    proxy_fence();
+    proxy_fence();  // also of what was asked for, which this warp has waited for
     __syncwarp();
     if (lane == 0) bar_arrive(base + BARS + slot * 16);
-    if (more && !now) ask(c + MAKERS);  // which waits for its slot, or for the passes before
   }
 }
 
@@ -251,44 +242,53 @@ INLINE void read_state(float (&RO)[READ], float (&S)[16][4], u32 at, u32 factors
 #endif
 }
 
+// Where 8 channels of a token lie in a warp's 32 tokens of an output, 32 bytes each, so that eight tokens' do not share banks
+INLINE u32 output_place(int token, int half) { return (u32)(token * 32 + ((half ^ (token >> 2) & 1) << 4)); }
+
 // The state over n chunks from token t0 on, the first of which is the c0-th of those under way; outputs from `begin` on, which has chunk
-// number `chunk`. A chunk's output waits in its slot until the tensor cores read the state for the next one.
+// number `chunk`. A chunk's output waits in shared memory (with KEEP in its slot) until the tensor cores read the state for the next one.
 INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int chunk, int c0, int n, u32 base, int w,
                  int lane) {
-  const u32 bars = base + BARS;
+  const u32 bars = base + BARS, stage = base + SLOTS * SLOT + w * (STAGE / 8);
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
-  const u32 column = (u32)((lane & 3) * 8);
-  const u32 own = (u32)((lane >> 1) * 256) + swz(lane >> 1, w * 2 + (lane & 1));  // 8 channels of a token
+  const u32 column = (u32)((lane & 3) * 8), values = OFF_V + rb * 256 + swz(rb, j);
   const u64 stride = (u64)a.H * D;
-  u16* out = a.o + (u64)(t0 + (lane >> 1)) * stride + h * D + (w * 2 + (lane & 1)) * 8;  // of the next chunk
-  bool left = false;  // an output in the slot before
-  u32 z[2][4];
-  auto fetch = [&](int c) {
+  u16* out = a.o + (u64)(begin + (lane >> 1)) * stride + h * D + (w * 2 + (lane & 1)) * 8;  // of the next output: a lane takes 8
+  int live = end - begin - (lane >> 1);                                                      // channels of a token and of the 16th behind
+  bool left = false;  // an output that waits
+#if KEEP
+  const int apart = 4096;
+  const u32 own = OFF_V + (lane >> 1) * 256 + swz(lane >> 1, w * 2 + (lane & 1));
+#else
+  const int apart = 512;
+  const u32 own = stage + output_place(lane >> 1, lane & 1), put = stage + output_place(rb, cb);
+#endif
+  auto put_out = [&](u32 from) {
+    u32 z[2][4];
 #pragma unroll
-    for (int m = 0; m < 2; m++) lds128(z[m], base + c % SLOTS * SLOT + OFF_V + m * 4096 + own);
-  };
-  auto put_out = [&](int c) {
-    const int live = end - t0 - (c - c0) * C - (lane >> 1);
+    for (int m = 0; m < 2; m++) lds128(z[m], from + m * apart);
 #pragma unroll
-    for (int m = 0; m < 2; m++) stg128_if(out + (u64)((c - c0) * C + 16 * m) * stride, z[m], 16 * m < live);
-    __syncwarp();
-    if (lane == 0) bar_arrive(bars + c % SLOTS * 16 + 8);
+    for (int m = 0; m < 2; m++) stg128_if(out + 16 * m * stride, z[m], 16 * m < live);
+    out += C * stride;
+    live -= C;
   };
-  for (int c = c0; c < c0 + n; c++) {
-    const int slot = uniform(c % SLOTS), t = t0 + (c - c0) * C;
+  auto leave_slot = [&](int slot) {
+    if (lane == 0) bar_arrive(bars + slot * 16 + 8);
+  };
+  int next = c0 % SLOTS, phase = c0 / SLOTS & 1;  // the next chunk's slot
+  for (int t = t0; t < t0 + n * C; t += C) {
+    const int slot = uniform(next);
     const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR;
-    bar_wait(bars + slot * 16, (c / SLOTS) & 1);
+    bar_wait(bars + slot * 16, phase);
     float RO[READ];
     char* kept = 0;
 #if KEEP
     const u64 place = kept_at(a, chunk + (t - begin) / C, h);
     if (t >= begin) kept = (char*)(a.kept_S + place * (D * D));
 #endif
-    if (left) fetch(c - 1);
-    read_state(RO, S, at, factors, kept, base + SLOTS * SLOT + w * 4096, w, lane);
-    if (left) put_out(c - 1);
-    left = !MAPS && t >= begin;
-    u32 v[2][4], u[2][4], at_end[2][4];
+    read_state(RO, S, at, factors, kept, stage, w, lane);
+    // what needs no product, while it is under way
+    u32 v[2][4], u[2][4], at_end[2][4], N[3][4];
     float E[4][2], to_end[4][2];
     auto of_tokens = [&](float (&x)[4][2], u32 from) {
 #pragma unroll
@@ -299,15 +299,30 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       }
     };
     of_tokens(E, factors);
+#pragma unroll
+    for (int m = 0; m < 2; m++) ldm_trans(v[m], at + values + m * 4096);
+    load_pairs(N, at + OFF_N, rb, cb);
+    if (left) {
+#if KEEP
+      const int before = slot ? slot - 1 : SLOTS - 1;
+      put_out(base + before * SLOT + own);
+      __syncwarp();
+      leave_slot(before);
+#else
+      put_out(own);
+#endif
+    }
+    left = !MAPS && t >= begin;
+    wg_wait(RO);
+#if !MAPS
+    u32 P[3][4];
+    load_pairs(P, at + OFF_P, rb, cb);
+#endif
+    of_tokens(to_end, factors + 128);
+    float U[4][4];  // X for now; then Z, with KEEP U
 #if KEEP
     float beta[4][2];
     of_tokens(beta, factors + 256);
-#endif
-#pragma unroll
-    for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
-    wg_wait(RO);
-    float U[4][4];  // X for now; then Z, with KEEP U
-#if KEEP
     float W[16];  // V - e^G k S for now
 #endif
 #pragma unroll
@@ -324,8 +339,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #endif
         v[m][i] = pack(x[0], x[1]);
       }
-    of_tokens(to_end, factors + 128);
-    add_pairs(U[0], v, at + OFF_N, rb, cb);
+    add_pairs(U[0], v, N);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float(&e)[2] = to_end[i];
@@ -334,16 +348,19 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       at_end[i >> 1][2 * (i & 1)] = pack(U[i][0] * e[0], U[i][1] * e[1]);
       at_end[i >> 1][2 * (i & 1) + 1] = pack(U[i][2] * e[0], U[i][3] * e[1]);
     }
+#if !MAPS
     float* O = RO + 16;
     if (left) {  // before the state's products, which the tensor cores would finish first
 #pragma unroll
       for (int i = 0; i < 16; i++) O[i] *= E[i >> 2][i & 1];
-      add_pairs(O, u, at + OFF_P, rb, cb);
+      add_pairs(O, u, P);
     }
+#endif
     wg_fence();
     wgmma128(S, at_end[0], descriptor(at, HALF, 1024));
     wgmma128(S, at_end[1], descriptor(at + 2048, HALF, 1024));
     wg_commit();
+#if !MAPS
     if (left) {
 #if KEEP
       u32 y[2][4];  // W = V - e^G k S - B U
@@ -351,17 +368,19 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++) v[m][i] = u[m][i] ^ 0x80008000u;
-      add_pairs(W, v, at + OFF_B, rb, cb);
+      load_pairs(P, at + OFF_B, rb, cb);
+      add_pairs(W, v, P);
+      const u32 put = at + values;
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         u32 f[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) f[i] = pack(W[8 * m + 2 * i], W[8 * m + 2 * i + 1]);
-        stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
+        stm_trans(f, put + m * apart);
       }
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < 2; m++) lds128(y[m], at + OFF_V + m * 4096 + own);
+      for (int m = 0; m < 2; m++) lds128(y[m], at + own + m * apart);
       __syncwarp();
 #endif
 #pragma unroll
@@ -369,7 +388,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
         u32 f[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) f[i] = pack(O[8 * m + 2 * i] * a.scale, O[8 * m + 2 * i + 1] * a.scale);
-        stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
+        stm_trans(f, put + m * apart);
       }
 #if KEEP
 #pragma unroll
@@ -377,13 +396,22 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
         stg128((char*)(a.kept_W + place * (C * D)) + tile_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), y[m]);
 #endif
     }
+#endif
     wg_wait(S);
     __syncwarp();
-    if (!left && lane == 0) bar_arrive(bars + slot * 16 + 8);
+    if (!KEEP || !left) leave_slot(slot);
+    next = slot + 1 == SLOTS ? 0 : slot + 1;
+    phase ^= !next;
   }
   if (left) {
-    fetch(c0 + n - 1);
-    put_out(c0 + n - 1);
+#if KEEP
+    const int slot = next ? next - 1 : SLOTS - 1;
+    put_out(base + slot * SLOT + own);
+    __syncwarp();
+    leave_slot(slot);
+#else
+    put_out(own);
+#endif
   }
 }
 
@@ -413,7 +441,7 @@ INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane)
   return found;
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = (smem_addr(smem) + 1023) & ~1023u;
   const int tid = threadIdx.x;
@@ -421,11 +449,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     for (int i = 0; i < SLOTS; i++) {
       bar_init(base + BARS + i * 16, 1);
       bar_init(base + BARS + i * 16 + 8, 8);
+      bar_init(base + LOADED + i * 8, 128);
     }
     bar_init(base + OPEN, 1);
     bars_ready();
   }
-  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const int role = uniform(tid >> 7), w = uniform(role < 2 ? tid >> 5 : (tid >> 5) & 3), lane = tid & 31;
 #if MAPS
   __syncthreads();
   const MapOf m = map_of(a, true);
@@ -433,9 +462,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, true, base + SAID + 16, lane);
   if (forgets_all(a, m, r)) return;
-  if (uniform(tid >> 8)) {
-    registers_down<120>();
-    produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);
+  const Passes p = passes_of(r.t0, r.n, 1);
+  if (role == 3) {
+    registers_down<24>();
+    ask(a, x, m.h, p, !m.pass, base, w, lane);
+  } else if (role == 2) {
+    registers_down<104>();
+    produce(a, x, m.h, p, base, w, lane);
   } else {
     registers_up<192>();
     find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
@@ -449,9 +482,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
   const int passes = back < 0 && !x.last && !a.given ? 3 : 1;
-  if (uniform(tid >> 8)) {
-    registers_down<120>();
-    produce(a, x, h, t0, n, passes, true, base, w, lane);
+  const Passes p = passes_of(t0, n, passes);
+  if (role == 3) {
+    registers_down<24>();
+    ask(a, x, h, p, true, base, w, lane);
+  } else if (role == 2) {
+    registers_down<104>();
+    produce(a, x, h, p, base, w, lane);
   } else {
     registers_up<192>();
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);

@@ -38,9 +38,9 @@ many. Of eight an H200 took 3 % longer forward and backward."""
 PARTS = 2**28
 """Bytes of what they leave, in a call."""
 ARGUMENTS = "16Q12if4x"
-SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
+SHARED = 7 * 28672 + 8192 + 4 * 2304 + 7 * 384 + 7 * 16 + 64 + 16 + 80 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
-KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
+KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 48 + 16 + 80 + 1024
 
 
 class KeptChunks(NamedTuple):
@@ -61,7 +61,7 @@ class KeptChunks(NamedTuple):
 def forward_kernel(keep: bool, *defines: str, maps: bool = False) -> CudaKernel:
     """`keep`: it leaves what a backward wants of chunks; `maps`: it finds spans' maps alone."""
     defines, shared = (f"KEEP={int(keep)}", f"MAPS={int(maps)}", *defines), KEEPING_SHARED if keep else SHARED
-    return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 384, shared, defines)
+    return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 512, shared, defines)
 
 
 @functools.cache

@@ -118,6 +118,7 @@ INLINE void bar_arrive(u32 a) {
   b.pending--;
   machine::settle(b);
 }
+INLINE void cp_arrive(u32 bar) { bar_arrive(bar); }
 INLINE void bar_wait(u32 a, u32 phase) {
   machine::Bar& b = machine::bar(a);
   machine::wait_for("mbarrier", [&] { return (b.phase & 1) != (phase & 1); });
