@@ -301,7 +301,9 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     of_tokens(E, factors);
 #pragma unroll
     for (int m = 0; m < 2; m++) ldm_trans(v[m], at + values + m * 4096);
+#if !KEEP
     load_pairs(N, at + OFF_N, rb, cb);
+#endif
     if (left) {
 #if KEEP
       const int before = slot ? slot - 1 : SLOTS - 1;
@@ -314,6 +316,9 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     }
     left = !MAPS && t >= begin;
     wg_wait(RO);
+#if KEEP
+    load_pairs(N, at + OFF_N, rb, cb);  // not before, for which there are no registers
+#endif
 #if !MAPS
     u32 P[3][4];
     load_pairs(P, at + OFF_P, rb, cb);
