@@ -24,6 +24,7 @@ from ring_la.kernels.protocol import Backward, Inputs, OutputUse, PieceTransitio
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
+from ring_la.kernels.wy.zeros import ZEROS  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
@@ -104,6 +105,7 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
     S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
     inputs = Inputs(q, k, v, g, beta)
     monkeypatch.setattr(gdn_launches, "UNEVEN", 8 if T == 140 else 0)
+    monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: T != 140)
     if cu is not None:
         monkeypatch.setattr(gdn_launches, "GDNCall", FarCall)
     o, S, kept = gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=True)
@@ -251,7 +253,8 @@ def test_dplr_begins_early(monkeypatch, fall):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_kda(waits):
+def test_kda(monkeypatch, waits):
+    monkeypatch.setattr(kda_launches, "side_by_side", lambda programs, device: waits)
     q, k, v, beta = draw(300, 1, 1)
     g = -0.002 * torch.rand(1, 300, 1, 128) if waits else -5 * torch.sigmoid(torch.randn(1, 300, 1, 128))
     S0, dS, do = torch.randn(1, 1, 128, 128), torch.randn(1, 1, 128, 128), torch.randn_like(v)
@@ -284,6 +287,13 @@ def test_a_faulty_kernel_is_told(tmp_path):
         with pytest.raises(KernelError, match=said):
             kernel(1, torch.zeros(1, dtype=torch.int32), which)
     kernel(1, torch.zeros(1, dtype=torch.int32), 4)
+
+
+def test_zeros():
+    x = torch.ones(2000, dtype=torch.int32)
+    Emulated(ZEROS)(2, x, 1999)
+    assert x[:-1].any().item() is False
+    assert x[-1] == 1
 
 
 def test_the_smallest_call_that_trains_by_one_launch_is_a_knob(monkeypatch):

@@ -155,6 +155,11 @@ INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
+// A launch may begin before the one before it has ended (programmatic dependent launch). It does once all programs of that have come
+// to `next_launch`, and finds what that has written behind `launch_before`, by this thread and those that hear of it.
+INLINE void next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+INLINE void launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Registers of each thread of a warpgroup, from here on
 template <int N> INLINE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> INLINE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -39,6 +39,8 @@ SHARED_CODE = Path(__file__).parents[1] / "cuda"
 
 MAX_DYNAMIC_SHARED_SIZE = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 BUFFER_POINTER, BUFFER_SIZE = 1, 2
 """CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE: arguments as one structure."""
 
@@ -52,6 +54,7 @@ class CudaKernel:
         arguments: the structure's fields as `struct` writes them, padding included.
         threads: of a program. shared: bytes of shared memory of one.
         defines: what the source is compiled with, ``NAME=value``.
+        early: whether it begins before the launch before it has ended, and waits itself for what that writes.
     """
 
     file: Path
@@ -60,6 +63,7 @@ class CudaKernel:
     threads: int
     shared: int
     defines: tuple[str, ...] = ()
+    early: bool = False
 
     def __call__(self, grid: int, *arguments: Tensor | int | float | None) -> None:
         """Launch it on the first tensor's device: tensors by address (contiguous), None as null."""
@@ -82,6 +86,38 @@ class ArgumentRoom:
         self.extra = (ctypes.c_void_p * 5)(
             BUFFER_POINTER, ctypes.addressof(self.buffer), BUFFER_SIZE, ctypes.addressof(self._size), None
         )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class EarlyRoom(ArgumentRoom):
+    """The same of a launch that begins early, and how it is launched."""
+
+    def __init__(self, size: int, kernel: CudaKernel) -> None:
+        super().__init__(size)
+        self._attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION)
+        self._attribute.value[0] = 1
+        block = (ctypes.c_uint * 3)(kernel.threads, 1, 1)
+        self.how = _Configuration((1, 1, 1), block, kernel.shared, None, ctypes.pointer(self._attribute), 1)
+        self.at = ctypes.addressof(self.how)
+
+    def launch(self, function: ctypes.c_void_p, grid: tuple[int, int, int], stream: int) -> int:
+        self.how.grid[:] = grid
+        self.how.stream = stream
+        return _early_launcher()(self.at, function, None, self.extra)
 
 
 class LoadedCudaKernel:
@@ -109,13 +145,16 @@ class LoadedCudaKernel:
         return self._launch, ()
 
     def _launch(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        kernel = self._kernel
         try:
             room = self._rooms.pop()
         except IndexError:
-            room = ArgumentRoom(self._size)
+            room = EarlyRoom(self._size, kernel) if kernel.early else ArgumentRoom(self._size)
         self._pack(room.buffer, 0, *arguments)
-        kernel = self._kernel
-        code = _launcher()(self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra)
+        if isinstance(room, EarlyRoom):
+            code = room.launch(self._function, (x, y, z), stream)
+        else:
+            code = _launcher()(self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra)
         self._rooms.append(room)
         if code:
             _check("cuLaunchKernel", code)
@@ -252,6 +291,14 @@ def _launcher() -> Any:
     launch = _driver().cuLaunchKernel
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return launch
+
+
+@functools.cache
+def _early_launcher() -> Any:
+    """cuLaunchKernelEx."""
+    launch = _driver().cuLaunchKernelEx
+    launch.argtypes = [ctypes.c_void_p] * 4
     return launch
 
 

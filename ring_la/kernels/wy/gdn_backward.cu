@@ -497,6 +497,7 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
   const Args& a = b.a;
   const int begin = uniform(x.begin), end = uniform(x.end);
   float S[16][4];
+  launch_before();  // flags are there
   if (passes == 1 && waits && !a.given)
     take(S, a, s + 1, h, w, lane);
   else

@@ -423,6 +423,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,
                     int lane) {
   float S[16][4];
+  launch_before();  // flags are there
   const int end = uniform(x.end);
   if (passes > 1 || !waits || a.given)
     begin_with(S, entering(a, x.piece, s, h, x.first, waits), w, lane);

@@ -23,6 +23,7 @@ from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
 from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
+from ring_la.kernels.wy.zeros import zeros
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
@@ -58,16 +59,17 @@ class KeptChunks(NamedTuple):
 
 
 @functools.cache
-def forward_kernel(keep: bool, *defines: str, maps: bool = False) -> CudaKernel:
-    """`keep`: it leaves what a backward wants of chunks; `maps`: it finds spans' maps alone."""
+def forward_kernel(keep: bool, *defines: str, maps: bool = False, early: bool = False) -> CudaKernel:
+    """`keep`: it leaves what a backward wants of chunks; `maps`: it finds spans' maps alone;
+    `early`: it follows the launch of its flags."""
     defines, shared = (f"KEEP={int(keep)}", f"MAPS={int(maps)}", *defines), KEEPING_SHARED if keep else SHARED
-    return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 512, shared, defines)
+    return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 512, shared, defines, early)
 
 
 @functools.cache
-def backward_kernel(*defines: str, maps: bool = False) -> CudaKernel:
+def backward_kernel(*defines: str, maps: bool = False, early: bool = False) -> CudaKernel:
     file, defines = Path(__file__).parent / "gdn_backward.cu", (f"MAPS={int(maps)}", *defines)
-    return CudaKernel(file, "gdn_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
+    return CudaKernel(file, "gdn_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines, early)
 
 
 def span(tokens: int, heads: int, pieces: int, programs: int, equal: bool = False) -> int:
@@ -204,7 +206,7 @@ class GDNCall:
         passing = self._passing() if passing is None else passing
         programs *= 2 if passing.maps and not further else 1
         waits, flags = passing.waits, passing.zero
-        flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device) if waits else flags
+        flags = zeros(2 * self.count * H + 3 + programs, device) if waits else flags
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
         kernel(
             programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passing.states, passing.parts, *kept,
@@ -237,11 +239,11 @@ def room(call: GDNCall, heads: int) -> KeptChunks:
 
 def _run(call: GDNCall, heads: range, o: Tensor | None, states: States, kept: KeptChunks | None) -> None:
     o = torch.empty_like(call.inputs.v) if o is None else o
-    call.launch(forward_kernel(kept is not None, *call.defines), heads, o, states, kept or (None,) * 3)
+    call.launch(forward_kernel(kept is not None, *call.defines, early=True), heads, o, states, kept or (None,) * 3)
 
 
 def _back(call: GDNCall, heads: range, states: States, kept: KeptChunks, do: Tensor, to: Inputs) -> None:
-    call.launch(backward_kernel(*call.defines), heads, None, states, kept, (do, *to.qkv, to.g, to.beta))
+    call.launch(backward_kernel(*call.defines, early=True), heads, None, states, kept, (do, *to.qkv, to.g, to.beta))
 
 
 def results(call: GDNCall) -> Inputs:

@@ -660,6 +660,7 @@ INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int l
 INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int h, int n, int first, u32 base, int w, int lane) {
   const Args& a = b.a;
   float S[16][4];
+  launch_before();  // flags are there
   const bool known = starts_known(a, x, y);
   const int skip = !a.ahead ? decide(a, x, y, s, h, base + SAID, w, lane) : known ? 0 : uniform(lds32(base + SAID + 4) ? 1 : 0);
   if (skip == 2 && !a.given)
@@ -690,7 +691,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     bar_init(base + OPEN, 1);
     bars_ready();
 #if !MAPS
-    sts32(base + SAID, a.count * a.heads - 1 - number(a, a.given, DEFERRED));
+    sts32(base + SAID, a.count * a.heads - 1 - number(a, a.given || a.side_by_side, DEFERRED));
 #endif
   }
   __syncthreads();

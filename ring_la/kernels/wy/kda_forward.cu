@@ -461,6 +461,7 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
 #else
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
   float S[16][4];
+  launch_before();  // flags are there
   const int skip = a.ahead && !x.first ? uniform(lds32(base + SAID + 4) ? 1 : 0) : decide(a, x, s, h, base + SAID, w, lane);
   if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
@@ -483,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     bar_init(base + OPEN, 1);
     bars_ready();
 #if !MAPS
-    sts32(base + SAID, number(a, a.given, DEFERRED));
+    sts32(base + SAID, number(a, a.given || a.side_by_side, DEFERRED));
 #endif
   }
   __syncthreads();

@@ -22,6 +22,7 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
+from ring_la.kernels.wy.zeros import zeros
 
 CHUNK, HEAD = 16, 128
 """Tokens a chunk, and channels of a head."""
@@ -34,25 +35,30 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS = "15Q10if4x"
+ARGUMENTS = "15Q11if"
 SHARED = 232448
 
 
 @functools.cache
-def kernel(name: str, deferred: bool, *defines: str, maps: bool = False) -> CudaKernel:
+def kernel(name: str, deferred: bool, *defines: str, maps: bool = False, early: bool = False) -> CudaKernel:
     """`forward`, `states` (what the backward needs of every chunk) or `backward`; of spans that were left to it, if
-    `deferred`; `maps`: it finds spans' maps alone."""
+    `deferred`; `maps`: it finds spans' maps alone; `early`: it follows the launch of its flags."""
     folder, defines = Path(__file__).parent, (*defines, f"DEFERRED={int(deferred)}", f"MAPS={int(maps)}")
     if name == "backward":
-        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, SHARED, defines)
+        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, SHARED, defines, early)
     keep = f"KEEP={int(name == 'states')}"
-    return CudaKernel(folder / "kda_forward.cu", "kda_forward", ARGUMENTS, 512, SHARED, (*defines, keep))
+    return CudaKernel(folder / "kda_forward.cu", "kda_forward", ARGUMENTS, 512, SHARED, (*defines, keep), early)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Programs that run at a time: these kernels fill a multiprocessor each."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def side_by_side(programs: int, device: torch.device) -> bool:
+    """Whether they all run at once: none has to take its number in the order that they begin in."""
+    return programs <= multiprocessors(device)
 
 
 def as_read(inputs: Inputs) -> Inputs:
@@ -142,15 +148,16 @@ class KDACall:
         ahead = self.ahead and passing is None
         passing = Passing(self.new(count, H, HEAD, HEAD)) if passing is None else passing
         waits, flags = passing.waits, passing.zero
-        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=x.v.device) if waits else flags
-        passes = 2 if passing.maps and not further else 1
+        flags = zeros(2 * count * H + 2, x.v.device) if waits else flags
+        programs = count * len(heads) * (2 if passing.maps and not further else 1)
         arguments: Any = (
-            passes * count * len(heads), *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
+            programs, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
-            heads.start, len(heads), ahead, passing.given, self.scale, *further,
+            heads.start, len(heads), ahead, passing.given, side_by_side(programs, x.v.device),
+            self.scale, *further,
         )  # fmt: skip
         for deferred in (False, True) if ahead else (False,):
-            kernel(name, deferred, *self.defines, maps=passing.maps)(*arguments)
+            kernel(name, deferred, *self.defines, maps=passing.maps, early=waits and not deferred)(*arguments)
 
 
 def forward(

@@ -18,7 +18,9 @@ template <class Args> INLINE const float* entering(const Args& a, int piece, int
 
 // Say whether span s waits, where another may ask. By one thread.
 template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool waits) {
-  if (!a.given) store_release(decided(a, s, h), waits ? 2 : 1);
+  if (a.given) return;
+  launch_before();
+  store_release(decided(a, s, h), waits ? 2 : 1);
 }
 
 // A program's span s of head h, from no state (pass 0) or, forward, from the identity.

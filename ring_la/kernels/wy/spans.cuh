@@ -28,9 +28,12 @@ template <class Args> INLINE int* decided(const Args& a, int s, int h) { return 
 template <class Args> INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
 // The number of the next program; what `choose` keeps follows.
 template <class Args> INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
-// This program's number in launch `which` of a call: in the order that programs begin in, unless no span waits (`given`).
-template <class Args> INLINE int number(const Args& a, bool given, int which = 0) {
-  return given ? blockIdx.x : atomicAdd(ticket(a) + which, 1);
+// This program's number in launch `which` of a call: its own where no span waits, or all run side by side (`own`), else in the order
+// that programs begin in. Flags are there behind it if it is not its own; see `launch_before`.
+template <class Args> INLINE int number(const Args& a, bool own, int which = 0) {
+  if (own) return blockIdx.x;
+  launch_before();
+  return atomicAdd(ticket(a) + which, 1);
 }
 template <class Args> INLINE float beta_at(const Args& a, u64 i) {
 #if BETA_BF16
@@ -52,7 +55,7 @@ template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forw
   const int total = a.count * a.heads;
   int* const left = ticket(a) + 1;  // how many were left, how many taken again, which
   for (;;) {
-    if (threadIdx.x == 0) sts32(said, number(a, given));
+    if (threadIdx.x == 0) sts32(said, number(a, given || !a.pick));
     __syncthreads();
     int i = uniform(lds32(said)), back = -1;
     const bool again = i >= total;

@@ -118,6 +118,8 @@ INLINE void bar_arrive(u32 a) {
   b.pending--;
   machine::settle(b);
 }
+INLINE void next_launch() {}
+INLINE void launch_before() {}
 INLINE void cp_arrive(u32 bar) { bar_arrive(bar); }
 INLINE void bar_wait(u32 a, u32 phase) {
   machine::Bar& b = machine::bar(a);
