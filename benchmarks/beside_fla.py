@@ -19,8 +19,9 @@ from .ops.cases import CASES
 
 SHAPE, OWN = "1x8192x32x128", {"mamba2": "1x32768x80x128x64"}
 NEWEST_FIRST = (
-    "near-own", "near-fla-before", "forgetting-fla", "recurrences-fla-3", "recurrences-fla-2", "recurrences-fla",
-    "momentum-ops", "slow-recurrences-2", "slow-recurrences", "recurrences-erase", "recurrences", "ops",
+    "near", "near-own", "near-fla-before", "forgetting-fla", "recurrences-fla-3", "recurrences-fla-2",
+    "recurrences-fla", "momentum-ops", "slow-recurrences-2", "slow-recurrences", "recurrences-erase",
+    "recurrences", "ops",
 )  # fmt: skip
 """Files of benchmarks/results, less ``-h200.json``."""
 WITHOUT = ("hgrn2", "mlstm", "mamba3", "mamba3_mimo")
