@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from ring_la.kernels.runtime import cuda_kernel
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches
+from ring_la.kernels.wy.zeros import ZEROS
 
 ARCHITECTURE = "sm_90a"
 SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -30,6 +31,7 @@ SERIALIZED = "C7520"
 
 def kernels() -> Iterator[CudaKernel]:
     """Every form of every kernel."""
+    yield ZEROS
     for keep in (False, True):
         yield dplr_launches.forward_kernel(keep)
     yield dplr_launches.backward_kernel()

@@ -5,6 +5,8 @@ Spans are of 64 tokens, so that they start early, wait for each other, and end w
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,3 +212,18 @@ def test_gradients_have_the_same_bits_again_and_replayed(gradients_in_one_launch
         out = ring_la.gated_delta_rule(*leaves, output_final_state=True)
         runs.append(torch.autograd.grad(out.o.float().square().sum() + out.final_state.square().sum(), leaves))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+def test_in_a_thread_that_has_called_nothing_of_cuda(gradients_in_one_launch):
+    """The allocator holds all that a call wants, so that the first it asks of CUDA is a launch by the driver."""
+    leaves = [t.requires_grad_() for t in inputs(1, 900, 4, 4, mild)]
+    do = torch.randn(1, 900, 4, 128, device="cuda").bfloat16()
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(ring_la.gated_delta_rule(*leaves).o, leaves, do)
+
+    want = [step() for _ in range(4)][-1]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(step).result()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -252,9 +252,10 @@ def test_dplr_begins_early(monkeypatch, fall):
     assert all(x == (fall < 0.1) for x in heard)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["tickets", "own numbers"])
 @pytest.mark.parametrize("waits", [False, True])
-def test_kda(monkeypatch, waits):
-    monkeypatch.setattr(kda_launches, "side_by_side", lambda programs, device: waits)
+def test_kda(monkeypatch, waits, own):
+    monkeypatch.setattr(kda_launches, "side_by_side", lambda programs, device: own)
     q, k, v, beta = draw(300, 1, 1)
     g = -0.002 * torch.rand(1, 300, 1, 128) if waits else -5 * torch.sigmoid(torch.randn(1, 300, 1, 128))
     S0, dS, do = torch.randn(1, 1, 128, 128), torch.randn(1, 1, 128, 128), torch.randn_like(v)

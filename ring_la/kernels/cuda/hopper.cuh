@@ -155,8 +155,9 @@ INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
-// A launch may begin before the one before it has ended (programmatic dependent launch). It does once all programs of that have come
-// to `next_launch`, and finds what that has written behind `launch_before`, by this thread and those that hear of it.
+// A launch may begin before the one before it has ended (programmatic dependent launch; `CudaKernel.early`): once all programs of
+// that have come to `next_launch` or ended. It finds what that has written behind `launch_before`, by this thread and those that hear
+// of it; what was written before that launch, which is not early itself, is there from the start. Elsewhere `launch_before` does nothing.
 INLINE void next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 INLINE void launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -39,6 +39,8 @@ SHARED_CODE = Path(__file__).parents[1] / "cuda"
 
 MAX_DYNAMIC_SHARED_SIZE = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: this thread has called nothing of CUDA's runtime as yet, autograd's thread for one."""
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 BUFFER_POINTER, BUFFER_SIZE = 1, 2
@@ -54,7 +56,8 @@ class CudaKernel:
         arguments: the structure's fields as `struct` writes them, padding included.
         threads: of a program. shared: bytes of shared memory of one.
         defines: what the source is compiled with, ``NAME=value``.
-        early: whether it begins before the launch before it has ended, and waits itself for what that writes.
+        early: whether it begins before the launch before it has ended, and waits itself for what that writes. That one
+            says when (`next_launch`) and was not early, so that all before it has ended.
     """
 
     file: Path
@@ -87,6 +90,10 @@ class ArgumentRoom:
             BUFFER_POINTER, ctypes.addressof(self.buffer), BUFFER_SIZE, ctypes.addressof(self._size), None
         )
 
+    def launch(self, function: ctypes.c_void_p, kernel: CudaKernel, grid: tuple[int, int, int], stream: int) -> int:
+        """The driver's answer."""
+        return _launcher()(function, *grid, kernel.threads, 1, 1, kernel.shared, stream, None, self.extra)
+
 
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
@@ -114,7 +121,7 @@ class EarlyRoom(ArgumentRoom):
         self.how = _Configuration((1, 1, 1), block, kernel.shared, None, ctypes.pointer(self._attribute), 1)
         self.at = ctypes.addressof(self.how)
 
-    def launch(self, function: ctypes.c_void_p, grid: tuple[int, int, int], stream: int) -> int:
+    def launch(self, function: ctypes.c_void_p, kernel: CudaKernel, grid: tuple[int, int, int], stream: int) -> int:
         self.how.grid[:] = grid
         self.how.stream = stream
         return _early_launcher()(self.at, function, None, self.extra)
@@ -123,8 +130,8 @@ class EarlyRoom(ArgumentRoom):
 class LoadedCudaKernel:
     """A kernel loaded on one device, launched as `CompiledKernel` is."""
 
-    def __init__(self, kernel: CudaKernel, function: int) -> None:
-        self._kernel, self._function = kernel, ctypes.c_void_p(function)
+    def __init__(self, kernel: CudaKernel, function: int, device: int) -> None:
+        self._kernel, self._function, self._device = kernel, ctypes.c_void_p(function), device
         self._pack = struct.Struct("=" + kernel.arguments).pack_into
         self._size = struct.calcsize("=" + kernel.arguments)
         self._rooms: list[ArgumentRoom] = []  # that no launch uses now: threads launch side by side
@@ -151,13 +158,13 @@ class LoadedCudaKernel:
         except IndexError:
             room = EarlyRoom(self._size, kernel) if kernel.early else ArgumentRoom(self._size)
         self._pack(room.buffer, 0, *arguments)
-        if isinstance(room, EarlyRoom):
-            code = room.launch(self._function, (x, y, z), stream)
-        else:
-            code = _launcher()(self._function, x, y, z, kernel.threads, 1, 1, kernel.shared, stream, None, room.extra)
+        code = room.launch(self._function, kernel, (x, y, z), stream)
+        if code == INVALID_CONTEXT:
+            _make_current(self._device)
+            code = room.launch(self._function, kernel, (x, y, z), stream)
         self._rooms.append(room)
         if code:
-            _check("cuLaunchKernel", code)
+            _check("cuLaunchKernelEx" if kernel.early else "cuLaunchKernel", code)
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         frame = self.frame((grid, 1, 1), args)
@@ -302,6 +309,13 @@ def _early_launcher() -> Any:
     return launch
 
 
+def _make_current(device: int) -> None:
+    """The context that CUDA's runtime has on a device, in this thread."""
+    context = ctypes.c_void_p()
+    _check("cuDevicePrimaryCtxRetain", _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    _check("cuCtxSetCurrent", _driver().cuCtxSetCurrent(context))
+
+
 @functools.cache
 def _loaded(kernel: CudaKernel, device: int) -> LoadedCudaKernel:
     """The kernel on the current device. Its module is never unloaded."""
@@ -315,7 +329,7 @@ def _loaded(kernel: CudaKernel, device: int) -> LoadedCudaKernel:
         (MAX_DYNAMIC_SHARED_SIZE, kernel.shared), (PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
     ):  # fmt: skip
         _check("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, value))
-    return LoadedCudaKernel(kernel, function.value)
+    return LoadedCudaKernel(kernel, function.value, device)
 
 
 def _check(call: str, code: int) -> None:

@@ -28,7 +28,7 @@ struct Args {
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
-  int pick;              // whether spans that wait go first, see `choose`
+  int pick;              // whether spans that wait go first, see `choose`; if not, programs take their own numbers
   int together;          // how many spans that wait combine
   int outer;             // tokens of the span that goes over its own once, see `span_of`
   float scale;

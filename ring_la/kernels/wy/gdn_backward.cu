@@ -555,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
     });
   }
 #else
-  const Choice mine = choose(a, false, a.given, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
+  const Choice mine = choose(a, false, a.given || !a.pick, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;

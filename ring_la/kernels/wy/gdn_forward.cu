@@ -28,7 +28,7 @@
 
 #define MAKERS 4 // warps that make pairs
 
-// A slot: k and q (128-byte swizzle, 64 channels a row); v; N; P. With KEEP v, then o, and B = tril(k k^T * E, -1).
+// A slot: k and q (128-byte swizzle, 64 channels a row); v; N; P. With KEEP v, then W, then o, and B = tril(k k^T * E, -1).
 #if KEEP
 #define SLOTS 6  // chunks under way
 #define SLOT 30720
@@ -166,6 +166,7 @@ INLINE void keep_pairs(u16* to, u32 at, int lane) {
 }
 #endif
 
+// Pairs and factors of chunks, once what was asked for is there
 INLINE void produce(const Args& a, const Span& x, int h, const Passes& p, u32 base, int w, int lane) {
   float b, G;
   auto look_up = [&](int c) {  // beta and the gates
@@ -312,6 +313,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       leave_slot(before);
 #else
       put_out(own);
+      __syncwarp();
 #endif
     }
     left = !MAPS && t >= begin;
@@ -482,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
     });
   }
 #else
-  const Choice mine = choose(a, true, a.given, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
+  const Choice mine = choose(a, true, a.given || !a.pick, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, back = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;

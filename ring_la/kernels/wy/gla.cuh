@@ -22,7 +22,7 @@ struct Args {
   u16* kept_P;           // [chunks, heads, 32 * 32 + 8], see `pair_place`; behind them what the state was multiplied by
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
-  int pick;              // whether spans that wait go first, see `choose`
+  int pick;              // whether spans that wait go first, see `choose`; if not, programs take their own numbers
   float scale;
 };
 

@@ -445,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_backward(const __grid_c
   }
   for (int i = tid; i < SLOTS * 128; i += 384) sts32(base + SUMS + i * 4, 0);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const Choice mine = choose(a, false, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
+  const Choice mine = choose(a, false, !a.pick, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;

@@ -28,8 +28,9 @@ template <class Args> INLINE int* decided(const Args& a, int s, int h) { return 
 template <class Args> INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
 // The number of the next program; what `choose` keeps follows.
 template <class Args> INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
-// This program's number in launch `which` of a call: its own where no span waits, or all run side by side (`own`), else in the order
-// that programs begin in. Flags are there behind it if it is not its own; see `launch_before`.
+// This program's number in launch `which` of a call: its own where no span waits, or all can run at once (`own`), else in the order
+// that programs begin in. Blocks begin in the order of their numbers, also where other launches hold multiprocessors, so that a span
+// waits for one that has begun. Where it takes a ticket, flags are there from then on (`launch_before`).
 template <class Args> INLINE int number(const Args& a, bool own, int which = 0) {
   if (own) return blockIdx.x;
   launch_before();
@@ -50,12 +51,12 @@ struct Choice { int s, h, back; };
 // The next span, or with `pick` one that waits, or that one waits for, before all others: those take longest, and come
 // last otherwise. A program that finds another leaves it on a list, from which programs take once all are looked at. So a span
 // that waits begins when it is found, and so has the one it waits for.
-// `forward`: the order of spans is that of tokens. `given`: none waits. bound(s, x, h): how many chunks, by all warps. A span without tokens: back 0.
-template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forward, bool given, u32 said, Bound bound) {
+// `forward`: the order of spans is that of tokens. `own`: see `number`. bound(s, x, h): how many chunks, by all warps. A span without tokens: back 0.
+template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forward, bool own, u32 said, Bound bound) {
   const int total = a.count * a.heads;
   int* const left = ticket(a) + 1;  // how many were left, how many taken again, which
   for (;;) {
-    if (threadIdx.x == 0) sts32(said, number(a, given || !a.pick));
+    if (threadIdx.x == 0) sts32(said, number(a, own));
     __syncthreads();
     int i = uniform(lds32(said)), back = -1;
     const bool again = i >= total;
