@@ -47,6 +47,7 @@ def emulated(monkeypatch):
         monkeypatch.setattr(module, name, made)
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
+        monkeypatch.setattr(module, "zeros", Emulated.zeros)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)

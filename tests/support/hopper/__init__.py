@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from ring_la import kernels
@@ -32,7 +33,10 @@ template <class Arguments> void call(void (*kernel)(Arguments), const void* argu
   kernel(*(const Arguments*)arguments);
 }}
 extern "C" int start(const void* arguments, int programs, int threads, int shared, int beside, unsigned seed,
-                     char* said) {{
+                     int* to_zero, int count, char* said) {{
+  machine::it().zeros = to_zero;
+  machine::it().zeros_count = count;
+  machine::it().early = to_zero;
   const std::string text = machine::run([=] {{ call({name}, arguments); }}, programs, threads, shared, beside, seed);
   snprintf(said, 4096, "%s", text.c_str());
   return !text.empty();
@@ -51,12 +55,24 @@ class Emulated:
         self._kernel, self._beside, self._seed = kernel, beside, seed
         self._start = compiled(kernel)
 
+    ZEROS: list[Tensor] = []
+    """What `zeros` made and no launch has had."""
+
+    @classmethod
+    def zeros(cls, count: int, device: object) -> Tensor:
+        """In place of `wy.zeros.zeros`: they are ones until a thread of the launch behind waits for them."""
+        cls.ZEROS.append(torch.ones(count, dtype=torch.int32))
+        return cls.ZEROS[-1]
+
     def __call__(self, grid: int, *arguments: Tensor | int | float | None) -> None:
         flat = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments]
         packed = struct.pack("=" + self._kernel.arguments, *flat)
         said = ctypes.create_string_buffer(4096)
         of = self._kernel
-        if self._start(packed, grid, of.threads, of.shared, self._beside, ctypes.c_uint(self._seed), said):
+        zeros = self.ZEROS.pop() if of.early else None
+        how = grid, of.threads, of.shared, self._beside, ctypes.c_uint(self._seed)
+        late = (ctypes.c_void_p(zeros.data_ptr()), zeros.numel()) if zeros is not None else (None, 0)
+        if self._start(packed, *how, *late, said):
             raise KernelError(f"{of.file.name}: {said.value.decode()}")
 
 

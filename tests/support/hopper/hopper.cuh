@@ -119,7 +119,12 @@ INLINE void bar_arrive(u32 a) {
   machine::settle(b);
 }
 INLINE void next_launch() {}
-INLINE void launch_before() {}
+INLINE void launch_before() {
+  machine::Machine& m = machine::it();
+  if (m.zeros) memset(m.zeros, 0, m.zeros_count * sizeof(int));
+  m.zeros = nullptr;
+  machine::here().waited = true;
+}
 INLINE void cp_arrive(u32 bar) { bar_arrive(bar); }
 INLINE void bar_wait(u32 a, u32 phase) {
   machine::Bar& b = machine::bar(a);
@@ -143,10 +148,11 @@ INLINE void copied_out() {}
 INLINE void between_warps() { machine::barrier(machine::here().some, 256, "between_warps"); }
 INLINE void between_two(int pair) { machine::barrier(machine::here().pairs[pair], 64, "between_two"); }
 INLINE int load_acquire(const int* p) {
+  machine::written_before();
   machine::leave();
   return *(volatile const int*)p;
 }
-INLINE void store_release(int* p, int x) { *(volatile int*)p = x; machine::it().progress++; }
+INLINE void store_release(int* p, int x) { machine::written_before(); *(volatile int*)p = x; machine::it().progress++; }
 template <int N> INLINE void registers_down() {}
 template <int N> INLINE void registers_up() {}
 

@@ -52,10 +52,14 @@ struct Program {
   std::map<uint32_t, Bar> bars;
   Together all, some, pairs[14];  // __syncthreads, the named barrier of the first 256 that come, those of two warps
   int over = 0;
+  bool waited = false;  // whether a thread of it has waited for the launch before
 };
 
 struct Machine {
   std::function<void()> kernel;
+  int* zeros = nullptr;  // what the launch before sets to zero, as late as it may: when a thread waits for it
+  int zeros_count = 0;
+  bool early = false;  // whether this launch began before that one had ended
   Fiber* now = nullptr;
   jmp_buf home;
   uint64_t progress = 0;
@@ -71,6 +75,10 @@ inline void leave() { if (!_setjmp(it().now->at)) _longjmp(it().home, 1); }
 [[noreturn]] inline void fail(std::string text) {
   it().failure = "program " + std::to_string(here().number) + ", thread " + std::to_string(thread()) + ": " + text;
   _longjmp(it().home, 2);
+}
+// What the launch before writes is asked for.
+inline void written_before() {
+  if (it().early && !here().waited) fail("flags before the launch that zeroes them is waited for");
 }
 template <class Ready> inline void wait_for(const char* what, Ready ready) {
   it().now->waits = what;
@@ -225,7 +233,7 @@ inline float __log2f(float x) { return log2f(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
 inline float4 __ldcg(const float4* p) { return *p; }
-inline int atomicAdd(int* p, int x) { const int before = *p; *p += x; machine::it().progress++; return before; }
+inline int atomicAdd(int* p, int x) { machine::written_before(); const int before = *p; *p += x; machine::it().progress++; return before; }
 inline float atomicAdd(float* p, float x) { const float before = *p; *p += x; machine::it().progress++; return before; }
 
 template <class Value> struct Passed { Value value; int from; Value found; };
