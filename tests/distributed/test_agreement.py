@@ -29,7 +29,7 @@ def check_disagreement(rank: int, validate: str) -> dict[str, str]:
     """Each entry: the error this rank gets where rank 1 differs."""
     odd = rank == 1
     out = {"settings": caught(lambda: ring_la.ContextParallel(group(), scan="ring" if odd else "doubling"))}
-    cp = ring_la.ContextParallel(group(), validate=validate)
+    cp = ring_la.ContextParallel(group(), scan="ring", validate=validate)
     out["length"] = caught(lambda: cp.layout(40 + odd))
     out["documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 10 + odd, 40]))
     out["bad documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 50, 40] if odd else [0, 10, 40]))
