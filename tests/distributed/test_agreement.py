@@ -95,7 +95,7 @@ def test_a_late_disagreement_ends_in_errors(ranks):
 
 
 def check_absent(rank: int) -> tuple[str, float]:
-    cp = ring_la.ContextParallel(group(), scan="ring", timeout=3.0)
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=2.0)
     if rank == 1:
         time.sleep(40)
     start = time.monotonic()
@@ -268,7 +268,7 @@ def test_a_fork_neither_calls_nor_disturbs_its_parents_calls(ranks, validate):
 
 
 def check_peer(rank: int, how: str, scan: str) -> tuple[str, float]:
-    cp = ring_la.ContextParallel(group(), scan=scan, timeout=3.0, validate="never")
+    cp = ring_la.ContextParallel(group(), scan=scan, timeout=2.0, validate="never")
     layout = cp.layout(40, "contiguous")
     x = {n: layout.shard(t.detach()) for n, t in make_inputs("gla", 1, 40).items()}
     if rank == 1:
