@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before anything imports NumPy: ranks and workers fill the cores
 from collections.abc import Iterator
 
 import pytest

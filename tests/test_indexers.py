@@ -181,7 +181,7 @@ def call_of(function: Callable, x: dict[str, Tensor]) -> dict:
 
 def check_refusals(rank: int) -> list[str]:
     """What rank 1 alone does wrong every rank is told by the argument's name."""
-    cp, missed = ring_la.ContextParallel(group(), timeout=60.0), []
+    cp, missed = ring_la.ContextParallel(group(), scan="ring", timeout=60.0), []
     x = {n: cp.layout(T).shard(t) for n, t in draw().items()}
     for function in INDEXERS:
         given = call_of(function, x)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.blockwise import at_once
+from tests.support.pool import Ranks
 from tests.support.same_bits import LAYERS
 
 pytestmark = [
@@ -17,23 +17,22 @@ pytestmark = [
 ]
 
 
-def told(*words: str) -> list[str]:
-    """What `at_once` prints."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.blockwise.at_once", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.split("\n")[:-1]
+@pytest.fixture(scope="module")
+def scalar() -> Iterator[Ranks]:
+    """Ranks of this file alone, which are changed to compute as on a GPU."""
+    ranks = Ranks(environment=at_once.SCALAR)
+    yield ranks
+    ranks.stop()
 
 
-def test_a_step_at_once_does_not_depend_on_ranks_or_packing():
+def test_a_step_at_once_does_not_depend_on_ranks_or_packing(scalar):
     """Losses, gradients and logits, also of ranks without tokens."""
-    (line,) = told(",".join(LAYERS))
-    assert line.split()[2:] == ["equal"], line
+    count, differing = at_once.steps(scalar, LAYERS)
+    assert count > 3 * len(LAYERS)
+    assert not differing
 
 
-def test_prefill_and_decoding_at_once_are_the_forward_pass():
+@pytest.mark.parametrize("name", ["kda", "rwkv7", "gla", "fox"])
+def test_prefill_and_decoding_at_once_are_the_forward_pass(scalar, name):
     """A decoder has no token behind the one it reads, a forward pass all of its block."""
-    models = ["kda", "rwkv7", "gla", "fox"]
-    assert told("--decode", *models) == [f"{name} equal" for name in models]
+    assert at_once.decoding(scalar, [name]) == {}

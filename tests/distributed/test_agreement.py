@@ -29,7 +29,7 @@ def check_disagreement(rank: int, validate: str) -> dict[str, str]:
     """Each entry: the error this rank gets where rank 1 differs."""
     odd = rank == 1
     out = {"settings": caught(lambda: ring_la.ContextParallel(group(), scan="ring" if odd else "doubling"))}
-    cp = ring_la.ContextParallel(group(), validate=validate)
+    cp = ring_la.ContextParallel(group(), scan="ring", validate=validate)
     out["length"] = caught(lambda: cp.layout(40 + odd))
     out["documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 10 + odd, 40]))
     out["bad documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 50, 40] if odd else [0, 10, 40]))
@@ -95,7 +95,7 @@ def test_a_late_disagreement_ends_in_errors(ranks):
 
 
 def check_absent(rank: int) -> tuple[str, float]:
-    cp = ring_la.ContextParallel(group(), scan="ring", timeout=3.0)
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=2.0)
     if rank == 1:
         time.sleep(40)
     start = time.monotonic()
@@ -268,7 +268,7 @@ def test_a_fork_neither_calls_nor_disturbs_its_parents_calls(ranks, validate):
 
 
 def check_peer(rank: int, how: str, scan: str) -> tuple[str, float]:
-    cp = ring_la.ContextParallel(group(), scan=scan, timeout=3.0, validate="never")
+    cp = ring_la.ContextParallel(group(), scan=scan, timeout=2.0, validate="never")
     layout = cp.layout(40, "contiguous")
     x = {n: layout.shard(t.detach()) for n, t in make_inputs("gla", 1, 40).items()}
     if rank == 1:

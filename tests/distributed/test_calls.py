@@ -80,7 +80,7 @@ def test_an_option_that_differs_later_is_an_error(ranks, name):
 
 def check_new_call(rank: int) -> tuple[str, float]:
     """A call that is new on one rank, where the other makes one that was compared before."""
-    cp = ring_la.ContextParallel(group(), timeout=PATIENCE)
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
     layout = cp.layout(24)
     x = torch.ones(1, layout.local_length, 4)
     layout.gather(x)
@@ -98,7 +98,7 @@ def test_a_new_call_beside_a_known_one_is_an_error(ranks):
 
 def check_replays(rank: int) -> tuple[str, float]:
     """A step that ring_la.capture may replay, where the ranks' steps are of different kinds, both known."""
-    cp = ring_la.ContextParallel(group(), timeout=PATIENCE)
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
     step = ring_la.capture(lambda x: x + 1, cp=cp)
     for n in (3, 4, 3, 3 + rank):
         try:
@@ -116,7 +116,7 @@ def test_steps_of_other_kinds_are_an_error(ranks):
 
 def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
     """As on GPUs: rank 0's host waits for its device, which waits for a message that rank 1 does not send."""
-    cp = ring_la.ContextParallel(group(), timeout=2.0 if how == "late" else PATIENCE)
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=2.0 if how == "late" else PATIENCE)
     agreement, ended = cp.comm.agreement, threading.Event()
     one, other = (agreement.agree("this", {"scale": n}) for n in (1, 2))
     look_out(agreement.calls, ended.set, lambda: how in ("late", "ahead"))
@@ -150,7 +150,7 @@ def test_a_host_that_waits_for_its_device_is_let_go(ranks, how):
 
 def check_abort(rank: int) -> float:
     """As on GPUs, where NCCL's abort waits for the graphs that hold its messages."""
-    cp, freed = ring_la.ContextParallel(group(), timeout=PATIENCE), threading.Event()
+    cp, freed = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE), threading.Event()
     cp.comm.group = types.SimpleNamespace(abort=freed.wait, group_name=cp.comm.group.group_name)
     cp.comm.on_cuda = True
     start = time.monotonic()
@@ -167,7 +167,7 @@ def test_a_host_goes_on_while_messages_are_aborted(ranks):
 
 def check_many(rank: int) -> int:
     """Far more calls than the log has lines; the ranks ahead of each other by turns."""
-    cp = ring_la.ContextParallel(group())
+    cp = ring_la.ContextParallel(group(), scan="ring")
     entries = [comm.Entry.of("this", str(n)) for n in range(3)]
     for n in range(3000):
         cp.comm.agreement.again(entries[n % 3])

@@ -194,7 +194,7 @@ def test_a_denominator_of_its_own_in_one_exchange(ranks, P, cu):
 
 def count_comparisons(rank: int) -> int:
     """How often ranks compare two calls alike, with a denominator of its own."""
-    cp = ring_la.ContextParallel(group(2), timeout=60)
+    cp = ring_la.ContextParallel(group(2), scan="ring", timeout=60)
     layout = cp.grid((4, 3))
     q, k, v, nq, nk = (torch.rand(1, layout.local_length, 2, 4) for _ in range(5))
     with mock.patch.object(run, "agree", side_effect=run.agree) as agree:

@@ -62,7 +62,7 @@ def test_a_layout_that_inference_used_is_trained_with(ranks, kind, deterministic
 
 
 def check_indices(rank: int) -> None:
-    cp = ring_la.ContextParallel(group(2))
+    cp = ring_la.ContextParallel(group(2), scan="ring")
     layout, other = cp.layout(26, "zigzag", CU), cp.layout(26, "contiguous", CU)
     with torch.inference_mode():
         kept = [layout.positions, layout.documents, layout.local_tokens, layout.cu_pieces, layout.order]

@@ -39,7 +39,7 @@ def test_one_device_is_the_definition(cu, window):
 
 
 def split(rank: int, kind: str, cu: tuple[int, ...] | None, strategy: str) -> list[float]:
-    cp = ring_la.ContextParallel(group(), attention=strategy)
+    cp = ring_la.ContextParallel(group(), scan="ring", attention=strategy)
     layout = cp.layout(T, kind, cu_seqlens=cu)
     x = tokens(1 if cu else 2)
     do = torch.randn(x["q"].shape[0], T, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -60,7 +60,7 @@ def test_split_is_whole(ranks, P, kind, cu, strategy):
 
 
 def split_in_bf16(rank: int, strategy: str) -> float:
-    cp = ring_la.ContextParallel(group(), attention=strategy)
+    cp = ring_la.ContextParallel(group(), scan="ring", attention=strategy)
     layout = cp.layout(T, "zigzag")
     x = {n: t.detach().bfloat16() for n, t in tokens(2).items()} | {"g": tokens(2)["g"].detach().float()}
     leaves = {n: t.requires_grad_() for n, t in x.items()}

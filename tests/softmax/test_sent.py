@@ -44,7 +44,7 @@ def seen_elsewhere(layout, causal: bool = True, window: tuple[int, int] = (-1, -
 def check_sent(rank: int, P: int, documents: str) -> dict[tuple[str, str], tuple[int, int, int]]:
     """By layout and mask: bytes sent forward and with the backward pass, and of a key and its value, all ranks'."""
     T, cu = DOCUMENTS[documents]
-    cp, out = ring_la.ContextParallel(group(P), attention="ring"), {}
+    cp, out = ring_la.ContextParallel(group(P), scan="ring", attention="ring"), {}
     for kind in KINDS:
         layout = cp.layout(T, kind, cu_seqlens=cu)
         q, k, v = (torch.randn(1, layout.local_length, h, 8, requires_grad=True) for h in (4, 2, 2))

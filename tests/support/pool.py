@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,10 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Processes 0 … size−1 joined in one job of gloo or NCCL, fed over pipes."""
+    """Processes 0 … size−1 joined in one job of gloo or NCCL, fed over pipes. environment: variables of theirs."""
 
-    def __init__(self, size: int = SIZE, backend: str = "gloo") -> None:
-        self.size, self.backend = size, backend
+    def __init__(self, size: int = SIZE, backend: str = "gloo", environment: Mapping[str, str] | None = None) -> None:
+        self.size, self.backend, self.environment = size, backend, dict(environment or {})
         self._processes: list = []
         self._pipes: list = []
 
@@ -71,7 +71,8 @@ class Ranks:
         port = _free_port()
         for rank in range(self.size):
             here, there = server.Pipe()
-            process = server.Process(target=_serve, args=(rank, self.size, port, there, self.backend), daemon=True)
+            args = (rank, self.size, port, there, self.backend, self.environment)
+            process = server.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -163,9 +164,10 @@ def _spoiled() -> bool:
     return Members(group(), timedelta(seconds=1)).spoiled != ""
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment: dict[str, str]) -> None:
     """One rank: join, then answer calls until the pipe closes."""
     global _size
+    os.environ |= environment
     gc.freeze()  # what is imported is no garbage
     gc.set_threshold(10_000, 10, 10)
     faulthandler.register(signal.SIGUSR1, file=_stacks(os.getpid()).open("w"))  # open as long as the process lives

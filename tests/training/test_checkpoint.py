@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
+from ring_la.comm import watch
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import Checkpoints, TrainingMesh, recompute, shard_parameters
 
@@ -74,6 +75,7 @@ def test_another_split_goes_on(ranks, tmp_path, background):
 
 def check_death(rank: int, folder: str, moment: str, background: bool) -> str:
     """Rank 1 ends where the others write, wait for what is written, or read."""
+    watch.GRACE = 2.0  # of these ranks, which end with the test
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.zero_grad()

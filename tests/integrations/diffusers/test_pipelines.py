@@ -281,7 +281,7 @@ def check_counts(rank: int) -> str:
     world = dist.distributed_c10d._world
     world.group_count += rank
     try:
-        axes_of(ring_la.ContextParallel(group(), timeout=20), 2)
+        axes_of(ring_la.ContextParallel(group(), scan="ring", timeout=20), 2)
     except ring_la.DisagreementError as error:
         return str(error)
     finally:

@@ -76,7 +76,7 @@ def both_ways(rank: int, name: str) -> list[list[Tensor | None]]:
     ids, found, calls = torch.arange(18).view(1, 18) * 7 % VOCABULARY, [], []
     plain = norms.rms_norm
     with mock.patch.object(norms, "rms_norm", lambda *x, **how: calls.append(0) or plain(*x, **how)):
-        model = parallelize(CASES[name].make(), ContextParallel(group()))
+        model = parallelize(CASES[name].make(), ContextParallel(group(), scan="ring"))
         for on_cuda in (False, True):
             del calls[:]
             with mock.patch.object(norms, "fused", lambda x, on=on_cuda: on):
