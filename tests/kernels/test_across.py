@@ -86,7 +86,8 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, forward, back):
     """Two scans around the link, and nothing is filled."""
     launches: list[str] = []
 
-    def kernel(*how, maps=False):
+    def kernel(*how, maps=False, early=False):
+        assert not early, "no flags are zeroed before it"
         return lambda *args: launches.append("maps" if maps else "output")
 
     for module, name in (
