@@ -83,15 +83,17 @@ class CudaKernel:
 class ArgumentRoom:
     """Where the driver reads a launch's arguments; what they were is copied before the launch returns."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, kernel: CudaKernel, size: int) -> None:
+        self.kernel = kernel
         self.buffer = ctypes.create_string_buffer(size)
         self._size = ctypes.c_size_t(size)
         self.extra = (ctypes.c_void_p * 5)(
             BUFFER_POINTER, ctypes.addressof(self.buffer), BUFFER_SIZE, ctypes.addressof(self._size), None
         )
 
-    def launch(self, function: ctypes.c_void_p, kernel: CudaKernel, grid: tuple[int, int, int], stream: int) -> int:
+    def launch(self, function: ctypes.c_void_p, grid: tuple[int, int, int], stream: int) -> int:
         """The driver's answer."""
+        kernel = self.kernel
         return _launcher()(function, *grid, kernel.threads, 1, 1, kernel.shared, stream, None, self.extra)
 
 
@@ -113,15 +115,15 @@ class _Configuration(ctypes.Structure):
 class EarlyRoom(ArgumentRoom):
     """The same of a launch that begins early, and how it is launched."""
 
-    def __init__(self, size: int, kernel: CudaKernel) -> None:
-        super().__init__(size)
+    def __init__(self, kernel: CudaKernel, size: int) -> None:
+        super().__init__(kernel, size)
         self._attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION)
         self._attribute.value[0] = 1
         block = (ctypes.c_uint * 3)(kernel.threads, 1, 1)
         self.how = _Configuration((1, 1, 1), block, kernel.shared, None, ctypes.pointer(self._attribute), 1)
         self.at = ctypes.addressof(self.how)
 
-    def launch(self, function: ctypes.c_void_p, kernel: CudaKernel, grid: tuple[int, int, int], stream: int) -> int:
+    def launch(self, function: ctypes.c_void_p, grid: tuple[int, int, int], stream: int) -> int:
         self.how.grid[:] = grid
         self.how.stream = stream
         return _early_launcher()(self.at, function, None, self.extra)
@@ -152,19 +154,19 @@ class LoadedCudaKernel:
         return self._launch, ()
 
     def _launch(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-        kernel = self._kernel
+        early = self._kernel.early
         try:
             room = self._rooms.pop()
         except IndexError:
-            room = EarlyRoom(self._size, kernel) if kernel.early else ArgumentRoom(self._size)
+            room = (EarlyRoom if early else ArgumentRoom)(self._kernel, self._size)
         self._pack(room.buffer, 0, *arguments)
-        code = room.launch(self._function, kernel, (x, y, z), stream)
+        code = room.launch(self._function, (x, y, z), stream)
         if code == INVALID_CONTEXT:
             _make_current(self._device)
-            code = room.launch(self._function, kernel, (x, y, z), stream)
+            code = room.launch(self._function, (x, y, z), stream)
         self._rooms.append(room)
         if code:
-            _check("cuLaunchKernelEx" if kernel.early else "cuLaunchKernel", code)
+            _check("cuLaunchKernelEx" if early else "cuLaunchKernel", code)
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         frame = self.frame((grid, 1, 1), args)

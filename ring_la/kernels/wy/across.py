@@ -6,6 +6,7 @@ What the maps' launches leave out (see `maps.cuh`) the others do not ask for: bo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -105,7 +106,7 @@ class DeltaSpans:
 
     def maps(self, call: GDNCall) -> SpanMaps:
         found, passing = _maps(call)
-        kernel = gdn_launches.forward_kernel(False, *call.defines, maps=True)
+        kernel = partial(gdn_launches.forward_kernel, False, *call.defines, maps=True)
         call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
         return found
 
@@ -113,12 +114,13 @@ class DeltaSpans:
         o, heads = torch.empty_like(call.inputs.v), _heads(call)
         kept = gdn_launches.room(call, len(heads)) if keep else (None,) * 3
         passing = Passing(entering, given=True)
-        call.launch(gdn_launches.forward_kernel(keep, *call.defines), heads, o, (None, None), kept, passing=passing)
+        kernel = partial(gdn_launches.forward_kernel, keep, *call.defines)
+        call.launch(kernel, heads, o, (None, None), kept, passing=passing)
         return o, tuple(kept) if keep else ()
 
     def added_back(self, call: GDNCall, saved: Saved, do: Tensor) -> Tensor:
         found, (states, writes, pairs) = _room(call), saved
-        kernel = gdn_launches.backward_kernel(*call.defines, maps=True)
+        kernel = partial(gdn_launches.backward_kernel, *call.defines, maps=True)
         passing = Passing(found, maps=True)
         kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
@@ -128,9 +130,8 @@ class DeltaSpans:
         to, (states, writes, pairs) = gdn_launches.results(call), saved
         kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
         passing = Passing(entering, given=True)
-        call.launch(
-            gdn_launches.backward_kernel(*call.defines), _heads(call), None, (None, None), kept, further, passing
-        )
+        kernel = partial(gdn_launches.backward_kernel, *call.defines)
+        call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
         return _by_key_head(call, to)
 
 

@@ -264,7 +264,12 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
   const int apart = 512;
   const u32 own = stage + output_place(lane >> 1, lane & 1), put = stage + output_place(rb, cb);
 #endif
-  auto put_out = [&](u32 from) {
+  auto leave_slot = [&](int slot) {
+    if (lane == 0) bar_arrive(bars + slot * 16 + 8);
+  };
+  auto put_out = [&](int next) {  // of the chunk before the one in slot `next`
+    const int slot = next ? next - 1 : SLOTS - 1;
+    const u32 from = KEEP ? base + slot * SLOT + own : own;
     u32 z[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) lds128(z[m], from + m * apart);
@@ -272,9 +277,8 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     for (int m = 0; m < 2; m++) stg128_if(out + 16 * m * stride, z[m], 16 * m < live);
     out += C * stride;
     live -= C;
-  };
-  auto leave_slot = [&](int slot) {
-    if (lane == 0) bar_arrive(bars + slot * 16 + 8);
+    __syncwarp();
+    if (KEEP) leave_slot(slot);
   };
   int next = c0 % SLOTS, phase = c0 / SLOTS & 1;  // the next chunk's slot
   for (int t = t0; t < t0 + n * C; t += C) {
@@ -305,17 +309,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #if !KEEP
     load_pairs(N, at + OFF_N, rb, cb);
 #endif
-    if (left) {
-#if KEEP
-      const int before = slot ? slot - 1 : SLOTS - 1;
-      put_out(base + before * SLOT + own);
-      __syncwarp();
-      leave_slot(before);
-#else
-      put_out(own);
-      __syncwarp();
-#endif
-    }
+    if (left) put_out(slot);
     left = !MAPS && t >= begin;
     wg_wait(RO);
 #if KEEP
@@ -410,16 +404,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     next = slot + 1 == SLOTS ? 0 : slot + 1;
     phase ^= !next;
   }
-  if (left) {
-#if KEEP
-    const int slot = next ? next - 1 : SLOTS - 1;
-    put_out(base + slot * SLOT + own);
-    __syncwarp();
-    leave_slot(slot);
-#else
-    put_out(own);
-#endif
-  }
+  if (left) put_out(next);
 }
 
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,

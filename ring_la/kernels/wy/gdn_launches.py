@@ -21,7 +21,7 @@ from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors
+from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors, side_by_side
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 from ring_la.kernels.wy.zeros import zeros
 
@@ -130,7 +130,7 @@ def across(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> 
 
 def picks(programs: int, device: torch.device) -> bool:
     """Whether programs take spans that wait first: where all run at once that is the same."""
-    return programs > multiprocessors(device)
+    return not side_by_side(programs, device)
 
 
 def combined(length: int, tokens: int, states: int) -> int:
@@ -195,11 +195,12 @@ class GDNCall:
         return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
 
     def launch(
-        self, kernel: CudaKernel, heads: range, o: Tensor | None, states: States,
+        self, kernel: Callable[..., CudaKernel], heads: range, o: Tensor | None, states: States,
         kept: KeptChunks | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
         passing: Passing | None = None,
     ) -> None:  # fmt: skip
-        """`states`: those it begins with and those it ends with (gradients, backward)."""
+        """`kernel(early=…)`: where spans wait, it follows the launch of their flags. `states`: those it begins with and
+        those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
         pick = passing is None and picks(programs, device)
@@ -208,7 +209,7 @@ class GDNCall:
         waits, flags = passing.waits, passing.zero
         flags = zeros(2 * self.count * H + 3 + programs, device) if waits else flags
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
-        kernel(
+        kernel(early=waits)(
             programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passing.states, passing.parts, *kept,
             T, H, x.q.shape[2], self.count, self.length, self.pieces,
             heads.start, len(heads), passing.given, pick, passing.together, outer, self.scale, *further,
@@ -239,11 +240,13 @@ def room(call: GDNCall, heads: int) -> KeptChunks:
 
 def _run(call: GDNCall, heads: range, o: Tensor | None, states: States, kept: KeptChunks | None) -> None:
     o = torch.empty_like(call.inputs.v) if o is None else o
-    call.launch(forward_kernel(kept is not None, *call.defines, early=True), heads, o, states, kept or (None,) * 3)
+    kernel = functools.partial(forward_kernel, kept is not None, *call.defines)
+    call.launch(kernel, heads, o, states, kept or (None,) * 3)
 
 
 def _back(call: GDNCall, heads: range, states: States, kept: KeptChunks, do: Tensor, to: Inputs) -> None:
-    call.launch(backward_kernel(*call.defines, early=True), heads, None, states, kept, (do, *to.qkv, to.g, to.beta))
+    kernel = functools.partial(backward_kernel, *call.defines)
+    call.launch(kernel, heads, None, states, kept, (do, *to.qkv, to.g, to.beta))
 
 
 def results(call: GDNCall) -> Inputs:
