@@ -187,28 +187,25 @@ class Border(Protocol):
     Attributes:
         key: what two borders have in common that launch alike. memory: what their launches use and no call brings.
         beside: the stream that exchanges may run on beside the caller's; None: they stand in order.
-        whole: (forward, back) whether `spans` sees to every piece. arrives: whether any state comes. carries:
-            whether any of what comes goes on.
+        whole: (forward, back) whether `spans` sees to every piece. carries: whether any of what comes goes on.
     """
 
     key: Hashable
     memory: tuple[Tensor, ...]
     beside: SideStream | None
     whole: tuple[bool, bool]
-    arrives: tuple[bool, bool]
     carries: tuple[bool, bool]
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
-        reverse: bool, beside: bool,
+        reverse: bool, beside: bool, through: PieceTransitions | None = None, final: bool = False,
     ) -> None:  # fmt: skip
         """Scan the spans of the pieces at the borders into `entering`: states go on to other ranks and come from there.
-        `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile."""
-        ...
+        Backward dense transitions are transposed.
 
-    def dense(self, transitions: PieceTransitions | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        """The same for dense maps (`transitions`, `leaving`) of whole pieces: fill `entering` where a state comes from
-        elsewhere. Transitions are not read where nothing goes on; backward they are transposed. B must be 1 or N."""
+        `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile. `final`:
+        `leaving` takes what leaves those pieces. `through`: the transitions of whole pieces under dense maps where what
+        comes goes on (`carries`); `leaving` then holds what they add."""
         ...
 
 

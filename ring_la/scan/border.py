@@ -36,7 +36,6 @@ class MailboxBorder:
         self.hops = _hops(chain, group.rank, pieces), _hops(chain.reversed, group.rank, back)
         self.key = (group.name, *self.hops)
         self.whole = tuple({hop.piece for hop in hops} == set(range(count)) for hops in self.hops)
-        self.arrives = tuple(any(map(_comes, h)) for h in self.hops)
         self.carries = tuple(any(_comes(hop) and _goes(hop) for hop in h) for h in self.hops)
         self._sent = tuple(sum(hop.target is not None for hop in hops) for hops in self.hops)
 
@@ -59,34 +58,20 @@ class MailboxBorder:
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
-        reverse: bool, beside: bool,
+        reverse: bool, beside: bool, through: PieceTransitions | None = None, final: bool = False,
     ) -> None:  # fmt: skip
         for hop in self.hops[reverse]:
             before = None if hop.earlier is None else leaving
             if S0 is not None and before is None and hop.source is None:  # a document's own first state
                 before, hop = S0, hop._replace(earlier=hop.piece, passes=True)
-            kept = leaving if hop.keeps else None
-            states = LinkStates(before, entering, kept)
-            launch_spans(
-                self.group,
-                ElementwiseMaps(maps.kind, maps.transition, maps.own, first),
-                states,
-                hop,
-                reverse=reverse,
-                beside=beside,
-            )
-
-    def dense(self, transitions: PieceTransitions | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        def piece(x: Tensor, n: int | None) -> Tensor | None:
-            return None if n is None else x if x.shape[1] == 1 else x[:, n]
-
-        for hop in self.hops[reverse]:
-            n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
-            came = None if hop.source is None and before is None else piece(entering, n)
-            hop = hop._replace(passes=_comes(hop) and _goes(hop))
-            A, zero = (b, None) if transitions is None else (piece(transitions.A, n), transitions.zero)
-            maps = DenseMaps(A, reverse, b, zero, n * b.shape[-3] if leaving.shape[1] > 1 else 0)
-            launch_dense(self.group, maps, LinkStates(before, came, b if hop.keeps else None), hop)
+            states = LinkStates(before, entering, leaving if hop.keeps or final else None)
+            if maps.kind == "dense":
+                whole = None if through is None else (through.A, leaving)
+                dense = DenseMaps(maps.transition, maps.own, maps.zero, first, whole)
+                launch_dense(self.group, dense, states, hop, reverse=reverse)
+            else:
+                spans = ElementwiseMaps(maps.kind, maps.transition, maps.own, first)
+                launch_spans(self.group, spans, states, hop, reverse=reverse, beside=beside)
 
 
 def _comes(hop: Hop) -> bool:

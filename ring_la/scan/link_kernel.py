@@ -7,8 +7,8 @@ over the link, with no fence and no flag behind it. Who has read the words makes
 back. Where the link's transition is below TINY, nothing of what enters can leave, to rounding (the forgetting horizon):
 that unit is sent on before anything is waited for, and farther ranks are not in its way.
 
-Two kernels: `link_kernel` for maps that act on the words of a state one by one, which folds the maps of a link's
-spans itself and leaves the state that enters each of them; `dense_link_kernel` for dense ones, of whole links.
+Two kernels, which fold the maps of a link's spans themselves and leave the state that enters each of them:
+`link_kernel` for maps that act on the words of a state one by one, `dense_link_kernel` for dense ones.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import triton.language as tl
 
 from ..comm.copy_kernel import EMPTY, FULL, UNSENT
 from ..comm.flag_kernels import swap
+from ..kernels.spans.dense import last_zero, next_of, products, runs, spans_of, tile
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
-INTEGERS = ["me", "source", "target", "rows", "H", "N", "NS", "piece", "earlier", "lines", "skip", "patience"]
+INTEGERS = ["me", "source", "target", "rows", "H", "N", "NS", "piece", "earlier", "skip", "patience"]
 
 
 @triton.jit
@@ -195,76 +196,118 @@ def link_kernel(
                 x += tl.load(b_ + s * (K * V) + at, live, other=0.0)
 
 
-@triton.jit
-def _columns(A, k, j, K: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """A[k, j] of a matrix, or of its transpose."""
-    at = j[None, :] * K + k[:, None] if TRANSPOSED else k[:, None] * K + j[None, :]
-    return tl.load(A + at, (k < K)[:, None] & (j < K)[None, :], other=0.0)
-
-
 @triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
-    A, b_, zero, before, entering, leaving, own, mailboxes, broken, report, me, source, target, rows, lines,
-    skip, patience, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, UNIT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr,
-    PASSES: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr, P: tl.constexpr,
-    LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
+    A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
+    rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr, KNOWN: tl.constexpr,
+    RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr,
+    REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """`rows` states [K, V] under the maps (A [rows, K, K], b) of one link (TRANSPOSED: Aᵀ), UNIT columns a unit. KNOWN:
-    A is 0, and not read, where `zero` is not, which has the link's rows from `lines` on.
+    """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
 
-    What enters is from `source` (RECEIVES), or is `before` (HAS_BEFORE), or nothing, and is stored in `entering`
-    (ENTERS; always if it was received); `leaving` may be `b_`. The rest is as for `link_kernel`.
+    GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has one
+    is sent before anything comes; forward, what enters a span behind one need not be stored: nobody reads it. What comes
+    from `source` and may go on to `target` does so by the map of the whole piece (`through` [B, N, H, K, K], `added`
+    [B, N, H, K, V]) before it goes through the spans.
     """
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
+    GETS: tl.constexpr = RECEIVES or HAS_BEFORE
+    FORWARDS: tl.constexpr = RECEIVES and SENDS and not GONE
+    ENDS: tl.constexpr = KEEPS or (SENDS and not FORWARDS)
     lane = tl.program_id(0)
     give = _flag(own, mailboxes, me, target, lane, skip, LANES, FLAG)
     there = _room(own, mailboxes, me, target, lane, skip, P, LANES, CHUNK, FLAG)
     get = _flag(own, mailboxes, source, me, lane, skip, LANES, FLAG)
     here = _room(own, mailboxes, source, me, lane, skip, P, LANES, CHUNK, FLAG)
+    lo, count = spans_of(first, piece, NS, VARLEN)
     k = tl.arange(0, BK)
+    j = tl.arange(0, BJ)
     for u in range(lane.to(tl.int64), rows * UNITS, LANES):
         row = u // UNITS
         v = (u % UNITS) * UNIT + tl.arange(0, UNIT)
         at = k[:, None] * V + v[None, :]
         unit = k[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
         live = (k < K)[:, None] & (v < V)[None, :]
+        spans = (row // H * NS + lo) * H + row % H
+        line = (row // H * N + piece) * H + row % H
+        head = spans + (count - 1 if REVERSE else 0) * H  # of the first span on this way
         free = True
         if SENDS:
             free = _claim(give, target, broken, report, patience, CLOCK)
-        early = True
-        if PASSES and (RECEIVES or HAS_BEFORE):
-            largest = 0.0
-            read = K
+        # from the first span whose transition is 0 on nothing waits for what enters: what leaves goes first
+        nil = count
+        if GONE:
+            nil = count * 0
+        elif KNOWN:
+            nil = next_of(zero, spans, 0, count, True, H, REVERSE, FLAGS)
+        early = nil < count
+        if early:
+            end = count - 1
             if KNOWN:
-                read = tl.where(tl.load(zero + lines + row) != 0, 0, K)
-            for c in range(0, read, BJ):
-                a = _columns(A + row * (K * K), k, c + tl.arange(0, BJ), K, TRANSPOSED)
-                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(a), 1), 0))
-            early = largest < TINY
-        b = tl.load(b_ + row * (K * V) + at, live, other=0.0)
-        if SENDS:
-            if early:
-                _put(there, unit, b, live, free)
-        x = tl.zeros_like(b)
+                end = last_zero(zero, spans, count, H, REVERSE, FLAGS)
+            left = tl.load(b_ + (spans + (count - 1 - end if REVERSE else end) * H) * K * V + at, live, other=0.0)
+            if KNOWN:
+                left = products(
+                    left, b_, A, entering, spans, end + 1, count, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT,
+                    False, ENTERS, REVERSE,
+                )  # fmt: skip
+            if SENDS:
+                _put(there, unit, left, live, free)
+            if KEEPS:
+                tl.store(leaving + line * K * V + at, left, live)
+            if KNOWN and ENTERS:
+                if REVERSE or next_of(zero, spans, nil, end, False, H, REVERSE, FLAGS) < end:
+                    S = tl.load(b_ + (spans + (count - 1 - nil if REVERSE else nil) * H) * K * V + at, live, other=0.0)
+                    runs(
+                        S, b_, A, zero, entering, spans, nil + 1, end + 1, count, at, live, k, j, v, H, K, V, BK, BJ,
+                        UNIT, FLAGS, REVERSE,
+                    )  # fmt: skip
+        waits = True  # what goes on for what comes
+        left = tl.zeros([BK, UNIT], tl.float32)
+        if FORWARDS:
+            left = tl.load(added + line * K * V + at, live, other=0.0)
+            largest = 0.0
+            for c in range(0, tl.where(early, 0, K), BJ):
+                part = tile(through + line * K * K, k, c + j, K, REVERSE)
+                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(part), 1), 0))
+            waits = largest >= TINY
+            if not (early | waits):
+                _put(there, unit, left, live, free)
+        x = tl.zeros([BK, UNIT], tl.float32)
         if RECEIVES:
             x = _take(here, unit, live, source, broken, report, patience, CLOCK)
-        if HAS_BEFORE and ENTERS:
-            x = tl.load(before + row * (K * V) + at, live, other=0.0)
-        if RECEIVES or (HAS_BEFORE and ENTERS):
-            tl.store(entering + row * (K * V) + at, x, live)
-        if PASSES and (SENDS or KEEPS):
-            if not early:
-                tl.debug_barrier()  # what was stored is read again, in rows
-                state = (before if HAS_BEFORE else entering) + row * (K * V)
-                for c in range(0, K, BJ):
-                    j = c + tl.arange(0, BJ)
-                    a = _columns(A + row * (K * K), k, j, K, TRANSPOSED)
-                    part = tl.load(state + j[:, None] * V + v[None, :], (j < K)[:, None] & (v < V)[None, :], other=0.0)
-                    b = tl.dot(a, part, b, input_precision="tf32x3")
-                if SENDS:
-                    _put(there, unit, b, live, free)
+        if HAS_BEFORE:
+            x = tl.load(before + ((row // H * N + earlier) * H + row % H) * K * V + at, live, other=0.0)
+        if FORWARDS:
+            if waits & (nil == count):
+                left = products(
+                    x, added + (line - head) * K * V, through + (line - head) * K * K, entering, head, 0, 1, 1, at,
+                    live, k, j, v, H, K, V, BK, BJ, UNIT, False, False, REVERSE,
+                )  # fmt: skip
+                _put(there, unit, left, live, free)
+        # through the spans up to that one
+        stop = nil if ENDS else tl.minimum(nil, count - 1)
+        if GETS:
+            S, p = x, 0
+        else:
+            S = tl.load(b_ + head * K * V + at, live & (count > 0), other=0.0)
+            p = 1
+            if ENTERS:
+                tl.store(entering + head * K * V + at, x, live & (count > 0))
+        if stop >= tl.minimum(p, count):
+            S = products(
+                S, b_, A, entering, spans, p, stop, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, ENTERS,
+                REVERSE,
+            )  # fmt: skip
+            if stop < count:
+                if ENTERS:
+                    tl.store(entering + (spans + (count - 1 - stop if REVERSE else stop) * H) * K * V + at, S, live)
+            else:
+                if SENDS and not FORWARDS:
+                    _put(there, unit, S, live, free)
+                if KEEPS:
+                    tl.store(leaving + line * K * V + at, S, live)
         if RECEIVES:
             _give_back(get, here, unit, x, live)
-        if KEEPS:
-            tl.store(leaving + row * (K * V) + at, b, live)

@@ -78,19 +78,22 @@ class ElementwiseMaps(NamedTuple):
 
 
 class DenseMaps(NamedTuple):
-    """Dense maps of a link, states [..., H, K, V], which lie without gaps.
+    """Dense maps of a link's spans.
 
     Attributes:
-        A: the transitions [..., H, K, K], or (`transposed`) what they are the transpose of.
-        b: what is added.
-        zero: int32, which transitions are 0, from number `first` on [..., H]; None: nobody has looked.
+        A: the transitions ``[B, NS, H, K, K]``; None: all are 0.
+        b: what the spans add ``[B, NS, H, K, V]``.
+        zero: int32 ``[B, NS, H]``, which transitions are 0 and not written; None: nobody has looked.
+        first: as of elementwise maps.
+        through: transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole pieces, read where what
+            comes by a message goes on by one.
     """
 
-    A: Tensor
-    transposed: bool
+    A: Tensor | None
     b: Tensor
     zero: Tensor | None = None
-    first: int = 0
+    first: Tensor | None = None
+    through: tuple[Tensor, Tensor] | None = None
 
 
 def steps(
@@ -130,15 +133,17 @@ def launch_link(group: Group, m: Affine, states: LinkStates, hop: Hop) -> None:
     else:
         group.put_by_kernel(b.nbytes)
     group.mailboxes.order()
+    by_span = LinkStates(*(None if x is None else x[:, None] for x in states))
     if m.kind != "dense":
         maps = ElementwiseMaps(m.kind, None if m.A is None else aligned(m.A), b[:, None], log=False)
-        states = LinkStates(*(None if x is None else x[:, None] for x in states))
-        launch_spans(group, maps, states, hop)
+        launch_spans(group, maps, by_span, hop)
         return
-    A, transposed = b if m.A is None else m.A, False
-    if not A.is_contiguous():
-        A, transposed = A.mT, True
-    launch_dense(group, DenseMaps(aligned(A), transposed, b), states, hop)
+    A, transposed = m.A if hop.passes else None, False
+    if A is not None:
+        A, transposed = (A, False) if A.is_contiguous() else (A.mT, True)
+        A = aligned(A)[:, None]
+    through = None if A is None else (A, b[:, None])
+    launch_dense(group, DenseMaps(A, b[:, None], through=through), by_span, hop, reverse=transposed)
 
 
 def launch_spans(
@@ -161,24 +166,33 @@ def launch_spans(
         A if first is None else first, *_mailboxes(group, hop), B * H, H, pieces, spans, hop.piece,
         hop.earlier or 0, lanes.skip, _patience(group), KIND=KINDS[maps.kind], LOG=maps.log, K=K, V=V, UNIT=unit,
         REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **_flags(states),
-        **_constants(group, hop), TINY=TINY, num_warps=4, **leave, carveout=beside,  # type: ignore[arg-type]
+        **_constants(group, hop), PASSES=hop.passes, TINY=TINY, num_warps=4, **leave, carveout=beside,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop) -> None:
-    """`dense_link_kernel` over states that lie as `maps.b` does."""
+def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *, reverse: bool = False) -> None:
+    """`dense_link_kernel` over the spans of piece `hop.piece`, of states as for `launch_spans`; `reverse`: from the last
+    to the first, by the transposed transitions."""
     from ..kernels.runtime.launch import launch
+    from ..kernels.spans.dense import FLAGS, part
     from .link_kernel import TINY, dense_link_kernel
 
-    b, lanes, (*outer, K, V) = maps.b, group.mailboxes.lanes[1], maps.b.shape
+    b, first, lanes, (B, spans, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[1], maps.b.shape
     wide = max(LEAST, _width(K))
-    unit, rows = max(LEAST, min(_width(V), lanes.room // wide)), math.prod(outer)
+    unit = max(LEAST, min(_width(V), lanes.room // wide))
+    pieces = next((x.shape[1] for x in (states.leaving, states.before) if x is not None), 1)
+    forwards = hop.source is not None and hop.target is not None and maps.A is not None
+    through = maps.through if forwards and maps.through is not None else (b, b)
+    flags = _flags(states)
+    if states.entering is None and part(K) < wide:  # where products meet states in parts
+        states = states._replace(entering=torch.empty_like(b))
     launch(
-        dense_link_kernel, (min(lanes.count, rows * -(-V // unit)),), maps.A, b,
-        *(b if x is None else x for x in (maps.zero, *states)), *_mailboxes(group, hop), rows, maps.first,
-        lanes.skip, _patience(group), K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit, TRANSPOSED=maps.transposed,
-        KNOWN=maps.zero is not None, LANES=lanes.count, CHUNK=lanes.room, **_flags(states),
-        **_constants(group, hop), TINY=TINY, num_warps=8,
+        dense_link_kernel, (min(lanes.count, B * H * -(-V // unit)),), b if maps.A is None else maps.A, b,
+        b if maps.zero is None else maps.zero, *through, *(b if x is None else x for x in states),
+        b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
+        lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
+        KNOWN=maps.zero is not None, REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room,
+        **flags, **_constants(group, hop), TINY=TINY, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 
@@ -195,7 +209,7 @@ def _mailboxes(group: Group, hop: Hop) -> tuple[object, ...]:
 
 def _constants(group: Group, hop: Hop) -> dict[str, Any]:
     c = group.mailboxes.constants
-    ends = dict(RECEIVES=hop.source is not None, PASSES=hop.passes, SENDS=hop.target is not None)
+    ends = dict(RECEIVES=hop.source is not None, SENDS=hop.target is not None)
     return ends | dict(P=c["P"], FLAG=c["FLAG"], CLOCK=c["CLOCK"])
 
 

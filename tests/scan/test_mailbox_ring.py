@@ -103,7 +103,8 @@ def check_flagged(rank: int, folder: str, flagged: bool) -> tuple[float, torch.T
     if rank == 0:
         time.sleep(1.5)
         clock += time.monotonic()
-    launch_dense(g, DenseMaps(A, False, b, zero), LinkStates(None, entering if rank else None, None), hop)
+    states = LinkStates(None, entering[:, None] if rank else None, None)
+    launch_dense(g, DenseMaps(A[:, None], b[:, None], zero, None, (A[:, None], b[:, None])), states, hop)
     done = time.monotonic()
     dist.broadcast(clock, 0, group=group(3))
     return clock.item() - done, entering

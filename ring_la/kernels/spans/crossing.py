@@ -34,46 +34,39 @@ def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool
 
 def cross(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None = None,
-    passed: PieceTransitions | None = None,
+    passed: PieceTransitions | None = None, final: bool = True,
 ) -> Callable[[], Entered]:  # fmt: skip
     """Start `enter` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the result
-    waits for it. `passed`: that of the way forward."""
-    if plan.dense:
-        return _cross_dense(plan, maps, S, reverse, border, beside, passed)
-    if border.whole[reverse]:
-        found = Entered(torch.empty_like(maps.own), plan.states_of_pieces())
-    else:
-        found = Entered(*prefix(plan, maps, S, reverse))
+    waits for it. `passed`: that of the way forward. `final`: whether what leaves under dense maps is wanted (elementwise
+    ones leave that to the pass over the spans)."""
+    found = _own(plan, maps, S, reverse, border, passed)
     with aside(beside):
-        border.spans(maps, S, found.entering, found.leaving, plan.spans.first, reverse, beside is not None)
-    return partial(_arrived, beside, (maps, S), lambda: found)
+        border.spans(
+            maps, S, found.entering, found.leaving, plan.spans.first, reverse, beside is not None, found.passed,
+            final and plan.dense,
+        )
+    return partial(_arrived, beside, (maps, S), found)
 
 
-def _cross_dense(
-    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None,
-    passed: PieceTransitions | None,
-) -> Callable[[], Entered]:  # fmt: skip
-    """The same for dense maps: links need those of whole pieces, and the scan starts again with what arrives."""
-    if not border.arrives[reverse]:
-        found = Entered(*prefix(plan, maps, S, reverse), passed)
-        with aside(beside):
-            border.dense(passed, found.leaving, found.leaving, reverse)
-        return partial(_arrived, beside, (), lambda: found)
-    if border.carries[reverse] and passed is None and not reverse:
-        leaving, passed = prefix_and_transitions(plan, maps, S)
+def _own(
+    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, passed: PieceTransitions | None
+) -> Entered:
+    """What is found before anything comes: of pieces that the border does not see to, and what dense maps of whole pieces
+    do, through which something goes on."""
+    if not border.whole[reverse]:
+        entering, leaving = prefix(plan, maps, S, reverse)
     else:
-        _, leaving = prefix(plan, maps, S, reverse, enter=False)
-        if border.carries[reverse] and passed is None:
-            passed = dense_transitions_of_pieces(plan, maps)
-    several = plan.spans.pieces > 1
-    zero = torch.zeros_like if several else torch.empty_like
-    came = S.clone() if several and S is not None else zero(leaving)
-    with aside(beside):
-        border.dense(passed, came, leaving, reverse)
-    return partial(_arrived, beside, (leaving,), lambda: Entered(*prefix(plan, maps, came, reverse), passed))
+        entering, leaving = torch.empty_like(maps.own), None
+    if plan.dense and border.carries[reverse]:
+        if passed is None and not reverse:
+            leaving, passed = prefix_and_transitions(plan, maps, S)
+        elif leaving is None:
+            _, leaving = prefix(plan, maps, S, reverse, enter=False)
+        passed = dense_transitions_of_pieces(plan, maps) if passed is None else passed
+    return Entered(entering, plan.states_of_pieces() if leaving is None else leaving, passed)
 
 
-def _arrived(beside: SideStream | None, read: tuple[object, ...], result: Callable[[], Entered]) -> Entered:
-    """`result`, behind what was launched beside; what that has `read` lasts until then."""
+def _arrived(beside: SideStream | None, read: tuple[object, ...], found: Entered) -> Entered:
+    """`found`, behind what was launched beside; what that has `read` lasts until then."""
     join(beside)
-    return result()
+    return found

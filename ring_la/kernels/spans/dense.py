@@ -35,7 +35,7 @@ def spans_of(first, n, NS, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def _block(A, k, c, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+def tile(A, k, c, K: tl.constexpr, TRANSPOSED: tl.constexpr):
     """A[k, c], or A[c, k] as such."""
     at = c[None, :] * K + k[:, None] if TRANSPOSED else k[:, None] * K + c[None, :]
     return tl.load(A + at, (k < K)[:, None] & (c < K)[None, :], other=0.0)
@@ -49,18 +49,19 @@ def _flags(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def _next(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
-    """The first position from p on whose transition is 0; `count`: there is none."""
+def next_of(zero, spans, p, count, ZERO: tl.constexpr, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+    """The first position from p on whose transition is 0 (not ZERO: is not); `count`: there is none."""
     found = count
     while (p < count) & (found == count):
         i = p + tl.arange(0, FLAGS)
-        found = tl.min(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, count), 0)
+        here = (i < count) & ((_flags(zero, spans, i, count, H, REVERSE) != 0) == ZERO)
+        found = tl.min(tl.where(here, i, count), 0)
         p += FLAGS
     return found
 
 
 @triton.jit
-def _last(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+def last_zero(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
     """The last position whose transition is 0; -1: there is none."""
     found = -1
     for p in range(0, count, FLAGS):
@@ -70,7 +71,7 @@ def _last(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.
 
 
 @triton.jit
-def _products(
+def products(
     S, b_, A_, entering, spans, first, end, count, at, live, k, j, v, H: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, EYE: tl.constexpr, ENTER: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -85,15 +86,33 @@ def _products(
         else:
             acc = tl.load(b_ + row * K * W + at, live, other=0.0)
         if BJ == BK:
-            S = tl.dot(_block(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
+            S = tl.dot(tile(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
         else:
             tl.debug_barrier()
             for m in range(0, K, BJ):
                 c = m + j
                 some = (c < K)[:, None] & (v < W)[None, :]
                 part = tl.load(entering + row * K * W + c[:, None] * W + v[None, :], some, other=0.0)
-                acc = tl.dot(_block(A_ + row * K * K, k, c, K, REVERSE), part, acc, input_precision="tf32x3")
+                acc = tl.dot(tile(A_ + row * K * K, k, c, K, REVERSE), part, acc, input_precision="tf32x3")
             S = acc
+    return S
+
+
+@triton.jit
+def runs(
+    S, b_, A_, zero, entering, spans, p, count, of, at, live, k, j, v, H: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, FLAGS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """S, which enters the span at position p, through those before `count`, of the `of` of a piece: from one whose
+    transition is 0 to the next. What enters each is stored."""
+    while p < count:
+        end = next_of(zero, spans, p, count, True, H, REVERSE, FLAGS)
+        S = products(S, b_, A_, entering, spans, p, end, of, at, live, k, j, v, H, K, W, BK, BJ, BV, False, True, REVERSE)
+        if end < count:
+            row = spans + (of - 1 - end if REVERSE else end) * H
+            tl.store(entering + row * K * W + at, S, live)
+            S = tl.load(b_ + row * K * W + at, live, other=0.0)
+        p = end + 1
     return S
 
 
@@ -112,11 +131,11 @@ def _fold(
     at = k[:, None] * W + v[None, :]
     behind = -1  # the position that nothing before it matters behind
     if KNOWN and not ENTER and not EYE:
-        behind = _last(zero, spans, count, H, REVERSE, FLAGS)
+        behind = last_zero(zero, spans, count, H, REVERSE, FLAGS)
     begin = tl.maximum(behind, 0)
     row = spans + (tl.maximum(count - 1 - begin, 0) if REVERSE else begin) * H
     if EYE:
-        S = _block(A_ + row * K * K, k, v, K, REVERSE)
+        S = tile(A_ + row * K * K, k, v, K, REVERSE)
         if count == 0:
             S = (k[:, None] == v[None, :]).to(tl.float32)
     elif HAS_S0:
@@ -130,18 +149,9 @@ def _fold(
             tl.store(entering + row * K * W + at, tl.zeros([BK, BV], tl.float32), live & (count > 0))
     p = behind + 1 if HAS_S0 else begin + 1
     if KNOWN and ENTER:
-        while p < count:
-            end = _next(zero, spans, p, count, H, REVERSE, FLAGS)
-            S = _products(
-                S, b_, A_, entering, spans, p, end, count, at, live, k, j, v, H, K, W, BK, BJ, BV, EYE, ENTER, REVERSE
-            )  # fmt: skip
-            if end < count:
-                row = spans + (count - 1 - end if REVERSE else end) * H
-                tl.store(entering + row * K * W + at, S, live)
-                S = tl.load(b_ + row * K * W + at, live, other=0.0)
-            p = end + 1
+        S = runs(S, b_, A_, zero, entering, spans, p, count, count, at, live, k, j, v, H, K, W, BK, BJ, BV, FLAGS, REVERSE)
     else:
-        S = _products(
+        S = products(
             S, b_, A_, entering, spans, p, count, count, at, live, k, j, v, H, K, W, BK, BJ, BV, EYE, ENTER, REVERSE
         )  # fmt: skip
     tl.store(leaving + own * K * W + at, S, live)
@@ -179,7 +189,7 @@ def prefix_dense_kernel(
         if column >= NV:
             lost = count < 0
             if KNOWN:
-                lost = _last(zero, spans, count, H, REVERSE, FLAGS) >= 0
+                lost = last_zero(zero, spans, count, H, REVERSE, FLAGS) >= 0
                 if column == NV:
                     tl.store(gone + own, lost.to(tl.int32))
             if lost:
@@ -223,7 +233,7 @@ def prefix_dense(
             maps.own, maps.transition, maps.zero, S0, out.entering, out.leaving, out.before,
             *(out.transitions or (None, None)),
         ),
-        spans.first, spans.count, spans.pieces, H=H, K=K, V=V, BK=width(K), BJ=_part(plan), BV=how.block, FLAGS=FLAGS,
+        spans.first, spans.count, spans.pieces, H=H, K=K, V=V, BK=width(K), BJ=part(K), BV=how.block, FLAGS=FLAGS,
         HAS_S0=S0 is not None, ENTER=enter, STATES=states, MAPS=products, KNOWN=known, REVERSE=reverse,
         VARLEN=plan.packed, **how.options,
     )  # fmt: skip
@@ -239,9 +249,9 @@ def room_for_transitions(plan: SpanPlan, maps: SpanMaps) -> PieceTransitions:
 
 def in_parts(plan: SpanPlan) -> bool:
     """Whether a dense transition meets the state in parts, which it finds in `entering`."""
-    return plan.dense and _part(plan) < width(plan.sizes.K)
+    return plan.dense and part(plan.sizes.K) < width(plan.sizes.K)
 
 
-def _part(plan: SpanPlan) -> int:
+def part(K: int) -> int:
     """Columns of a dense transition that a scan reads at a time: all up to 128."""
-    return width(plan.sizes.K) if width(plan.sizes.K) <= 128 else 32
+    return width(K) if width(K) <= 128 else 32

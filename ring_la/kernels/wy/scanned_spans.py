@@ -100,7 +100,7 @@ class ScannedSpans:
         self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
     ) -> Output:
         maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
-        entered = self.entered(maps, S0, border, False)
+        entered = self.entered(maps, S0, border, False, final=self.use.final)
         o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
         left = SpansLeft(maps.transition, maps.zero, *(entered.passed or (None, None)), saved)
         return Output(o, entered.leaving, left.flat if self.use.saved else ())
@@ -122,7 +122,7 @@ class ScannedSpans:
     ) -> InputGradients:
         maps = self.maps_back(backward) if adjoint is None else adjoint.found.maps
         left = SpansLeft.of(backward.saved)
-        entered = self.entered(maps, dS_end, border, True, left.through)
+        entered = self.entered(maps, dS_end, border, True, left.through, backward.S0 is not None)
         grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
@@ -143,12 +143,14 @@ class ScannedSpans:
         border: Border | None,
         reverse: bool,
         passed: PieceTransitions | None = None,
+        final: bool = True,
     ) -> Entered:
-        """What enters the spans, given what enters the pieces from this rank; `passed`: that of the way forward."""
+        """What enters the spans, given what enters the pieces from this rank; `passed`: that of the way forward;
+        `final`: whether what leaves the pieces is wanted."""
         S = self.plan.state(S)
         if border is None:
             return Entered(*prefix(self.plan, maps, S, reverse))
-        return cross(self.plan, maps, S, reverse, border, passed=passed)()
+        return cross(self.plan, maps, S, reverse, border, None, passed, final)()
 
 
 def _read(do: Tensor) -> Tensor:
