@@ -51,7 +51,7 @@ INLINE float gate_at(const Args& a, u64 i) {
 INLINE float left_over(const Args& a, int t, int h, int lane) {
   const int hk = h / (a.H / a.HK);
   float mine = 0.f;
-#pragma unroll 4
+#pragma unroll 8
   for (int i = 0; i < 16; i++) {
     u32 x[4];
     const uint4 y = ((const uint4*)a.k)[((u64)(t + 2 * i + (lane >> 4)) * a.HK + hk) * 16 + (lane & 15)];

@@ -97,10 +97,12 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
   float u[4] = {1.f, 1.f, 1.f, 1.f};
   const int t = begin + (back ? tokens - 1 - lane : lane);
   const float b = lane < tokens ? fabsf(beta_at(a, (u64)t * a.H + h)) : 0.f;
+  Eight x, next;  // with MAPS, where nothing else is under way, the next ones' loads begin before these are used
   for (int i = 0; i < tokens; i += 8) {
-    Eight x;
-    x.load(a, begin, h, tokens, back, i, lane);
+    if (!MAPS || !i) x.load(a, begin, h, tokens, back, i, lane);
+    if (MAPS && i + 8 < tokens) next.load(a, begin, h, tokens, back, i + 8, lane);
     x.pass(u, b, i, back);
+    if (MAPS) x = next;
   }
   return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
 }

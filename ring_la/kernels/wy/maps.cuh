@@ -23,11 +23,12 @@ template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool wa
   store_release(decided(a, s, h), waits ? 2 : 1);
 }
 
-// A program's span s of head h, from no state (pass 0) or, forward, from the identity.
+// A program's span s of head h, from no state (pass 0) or, forward, from the identity. Those at the end of this way come first: what
+// they find goes to another rank.
 struct MapOf { int s, h, pass; };
 template <class Args> INLINE MapOf map_of(const Args& a, bool forward) {
   const int i = blockIdx.x, n = forward ? i >> 1 : i;
-  return {n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
+  return {forward ? a.count - 1 - n / a.heads : n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
 }
 
 // The chunks that a map is found from; none: it is zero, or nobody asks.
