@@ -28,9 +28,11 @@ from torch import Tensor
 from ring_la import reference
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
-from ring_la.kernels.protocol import Backward, Border, Inputs, OutputUse, PieceTransitions
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse
 from ring_la.kernels.wy import gdn_launches, one_launch
 from ring_la.kernels.wy.scanned_spans import ScannedSpans, SpansLeft
+
+from tests.support.arrived import Arrived
 
 from ..ops.cases import Shape
 from ..ops.measure import error, milliseconds
@@ -56,22 +58,6 @@ OPS = {
 ARMS = ("chunks", "spans", "alone")
 
 
-class AtOnce(Border):
-    """A border at which states have arrived, and others leave for."""
-
-    def __init__(self, came: Tensor, came_back: Tensor) -> None:
-        self.key, self.memory, self.beside = "at once", (), None
-        self.whole, self.arrives, self.carries = (False, False), (True, True), (True, True)
-        self._came = came, came_back
-
-    def dense(self, transitions: PieceTransitions | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        assert transitions is not None
-        entering.copy_(self._came[reverse])
-
-    def spans(self, *args: Any, **named: Any) -> None:
-        raise NotImplementedError("maps of these rules are dense")
-
-
 class Shard:
     """A rank's tokens, and what it does with them."""
 
@@ -89,12 +75,12 @@ class Shard:
         """o and the leaving state, and if `train` all gradients."""
         S, dS = self.states
         alone = arm == "alone"
-        border = None if alone else AtOnce(S, dS)
+        border = None if alone else Arrived(S, dS)
         use = OutputUse(saved=train, alone=alone)
         least = one_launch.Least(0, 0, 0) if arm.startswith("spans") else one_launch.Least()
         across = mock.patch.object(one_launch, "ACROSS", least)
         _, _, length = arm.partition(" of ")
-        cut = mock.patch.object(gdn_launches, "across", return_value=(int(length),) * 2) if length else nullcontext()
+        cut = mock.patch.object(gdn_launches, "across", return_value=(int(length), 1)) if length else nullcontext()
         with across, cut, mock.patch.object(one_launch, "LEAST", 0):
             local = recurrence(self.op.rule, self.inputs, None, 128**-0.5, use)
             if self.op.rule.transition != "dense" and not alone:

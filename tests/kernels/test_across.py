@@ -41,10 +41,14 @@ def test_a_call_that_kda_takes(monkeypatch):
     assert one_launch.ACROSS.takes(kda, x)
 
 
-@pytest.mark.parametrize(("tokens", "heads", "length"), [(4096, 32, 1024), (8192, 32, 2048), (32768, 32, 4096)])
-def test_spans_are_as_long_as_an_h200_likes_them(tokens, heads, length):
-    """Of the lengths that were measured the fastest."""
-    assert gdn_launches.across(tokens, heads, 1, 132, True) == (length, length)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "length", "finer"), [(4096, 32, 1024, 2), (8192, 32, 2048, 2), (32768, 32, 4096, 1)]
+)
+def test_spans_are_as_long_as_an_h200_likes_them(tokens, heads, length, finer):
+    """Of the lengths that were measured the fastest; maps' spans are halves only where all spans are whole."""
+    assert gdn_launches.across(tokens, heads, 1, 132, True) == (length, finer)
+    assert gdn_launches.across(tokens, heads, 1, 132, False) == (length, 1)
+    assert gdn_launches.across(tokens - 1, heads, 1, 132, True)[1] == 1
 
 
 class Operations(TorchDispatchMode):
@@ -61,19 +65,16 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Middle:
-    """The border of a rank in the middle, at which nothing is exchanged (see `protocol.Border`)."""
+class Silent:
+    """The border of a rank in the middle, or at an end, at which nothing is exchanged (see `protocol.Border`)."""
 
-    whole, arrives, carries = (False, False), (True, True), (True, True)
+    whole = True, True
 
-    def __init__(self, launches: list[str]) -> None:
-        self._launches = launches
+    def __init__(self, launches: list[str], middle: bool) -> None:
+        self._launches, self.carries = launches, (middle, middle)
 
-    def dense(self, *args) -> None:
+    def spans(self, *args) -> None:
         self._launches.append("link")
-
-
-MAPS, SCANS = ["maps"], ["scan", "link", "scan"]
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,11 @@ MAPS, SCANS = ["maps"], ["scan", "link", "scan"]
      (Rule("delta", "diagonal"), across.KDA, ["output"], ["output"] * 2)],
     ids=["delta", "kda"],
 )  # fmt: skip
-def test_launches_of_a_split_call(monkeypatch, rule, kernels, forward, back):
-    """Two scans around the link, and nothing is filled."""
+@pytest.mark.parametrize("middle", [True, False])
+def test_launches_of_a_split_call(monkeypatch, rule, kernels, forward, back, middle):
+    """The link goes through the spans, behind a scan only where what comes goes on, and nothing is filled."""
     launches: list[str] = []
+    before = ["maps", "scan", "link"] if middle else ["maps", "link"]
 
     def kernel(*how, maps=False, early=False):
         assert not early, "no flags are zeroed before it"
@@ -102,9 +105,9 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, forward, back):
     inputs = Inputs(q, q, q, g, torch.zeros(1, 4096, 2))
     with torch.no_grad(), Operations() as done:
         call = ScannedSpans.of(kernels, rule, inputs, None, 1.0, SPLIT)
-        out = call.output(None, border=Middle(launches))
-        assert launches == MAPS + SCANS + forward
+        out = call.output(None, border=Silent(launches, middle))
+        assert launches == before + forward
         launches.clear()
-        call.gradients(Backward(None, q, out.saved), None, border=Middle(launches))
-        assert launches == MAPS + SCANS + back
+        call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle))
+        assert launches == before + back
     assert done.names == []

@@ -20,11 +20,12 @@ interpreted()
 
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.protocol import Backward, Inputs, OutputUse, PieceTransitions  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from ring_la.kernels.wy.zeros import ZEROS  # noqa: E402
+from tests.support.arrived import Arrived  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
@@ -49,7 +50,7 @@ def emulated(monkeypatch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
         monkeypatch.setattr(module, "zeros", Emulated.zeros)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
-    monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
+    monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 1))
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
     monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
@@ -122,23 +123,14 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
         assert all(torch.equal(a, b) for a, b in zip(grads[:5], again[:5], strict=True))
 
 
-class Arrival:
-    """A border at which states from elsewhere enter the only piece (see `protocol.Border`)."""
-
-    whole, arrives, carries = (False, False), (True, True), (True, True)
-
-    def __init__(self, *came: Tensor) -> None:
-        self._came = came
-
-    def dense(self, transitions: PieceTransitions, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        entering.copy_(self._came[reverse])
-
-
-@pytest.mark.parametrize("name", ["delta", "kda"])
-def test_states_from_other_shards(name):
+@pytest.mark.parametrize(
+    ("name", "cuts", "finer"), [("delta", (0, 90, 210, 290), 1), ("delta", (0, 90, 218, 282), 2), ("kda", (0, 90, 210, 290), 1)]
+)
+def test_states_from_other_shards(monkeypatch, name, cuts, finer):
     """Of uneven lengths, in a line: each takes what the one before it leaves, and backward. One head forgets. The first
-    shard ends a document, and begins the other one."""
-    cuts, cu, H, N = (0, 90, 210, 290), (0, 30, 290), 2, 2
+    shard ends a document, and begins the other one. `finer`: how many spans of maps a span of whole rows has."""
+    cu, H, N = (0, 30, cuts[-1]), 2, 2
+    monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, finer if sizes[-1] else 1))
     function, kernels, decay = {
         "delta": (reference.gated_delta_rule, across.DELTA, "scalar"), "kda": (reference.kda, across.KDA, "diagonal")
     }[name]  # fmt: skip
@@ -156,14 +148,14 @@ def test_states_from_other_shards(name):
     summaries = [shard.summary(S0 if i == 0 else None, True) for i, shard in enumerate(shards)]
     for i, (shard, summary) in enumerate(zip(shards, summaries)):
         entered.append(S)
-        outs.append(shard.output(None, border=Arrival(S, dS)) if i == at_border else shard.output(S, summary))
+        outs.append(shard.output(None, border=Arrived(S, dS)) if i == at_border else shard.output(S, summary))
         left = summary.leaving[:, -1:]
         S = left if i == 0 else summary.transition[:, -1:] @ S + left
     backs = [Backward(S, do[:, p].contiguous(), out.saved) for S, p, out in zip(entered, parts, outs)]
     came, adjoints, found = dS[:, -1:], [shard.adjoint(b, None) for shard, b in zip(shards, backs)], []
     for i in (2, 1, 0):
         end = torch.cat([dS[:, :-1], came], 1) if i == 0 else came
-        border, adjoint = (Arrival(S, end), None) if i == at_border else (None, adjoints[i])
+        border, adjoint = (Arrived(S, end), None) if i == at_border else (None, adjoints[i])
         found.insert(0, shards[i].gradients(backs[i], end, adjoint, border))
         came = summaries[i].transition[:, -1:].mT @ came + adjoints[i].entering[:, -1:]
     S = torch.cat([outs[0].leaving[:, :-1], outs[-1].leaving], 1)

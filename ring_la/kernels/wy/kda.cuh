@@ -27,7 +27,7 @@ struct Args {
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int ahead;             // whether spans that wait are left to another launch, compiled with DEFERRED
-  int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
+  int given;             // 0, or `states` holds what enters every span, as S0 holds it, so that none waits: of so many spans of its own a span
   int side_by_side;      // whether all programs run at once
   float scale;
 };

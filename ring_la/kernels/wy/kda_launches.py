@@ -70,13 +70,13 @@ def as_read(inputs: Inputs) -> Inputs:
 
 
 class Passing(NamedTuple):
-    """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, (`parts`) their
+    """What spans hand on, or what enters each, where so many of its spans (`given`) are one of the launch's. Of one that finds `maps` what spans add, (`parts`) their
     transitions, and which of those are `zero`; of one whose spans wait what they combine, `together` at a time."""
 
     states: Tensor
     parts: Tensor | None = None
     together: int = 1
-    given: bool = False
+    given: int = 0
     maps: bool = False
     zero: Tensor | None = None
 

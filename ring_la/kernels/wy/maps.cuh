@@ -10,9 +10,10 @@
 #pragma once
 #include "spans.cuh"
 
-// What enters span s: the state of its piece if that is `known`, or what it is `given` where it waits or knows it; else zero.
-template <class Args> INLINE const float* entering(const Args& a, int piece, int s, int h, bool known, bool waits) {
-  if (a.given) return known || waits ? a.states + ((u64)s * a.H + h) * (D * D) : 0;
+// What enters span s, going right (`forward`) or left: the state of its piece if that is `known`, or what it is `given` where it waits
+// or knows it; else zero.
+template <class Args> INLINE const float* entering(const Args& a, bool forward, int piece, int s, int h, bool known, bool waits) {
+  if (a.given) return known || waits ? a.states + (((u64)s * a.given + (forward ? 0 : a.given - 1)) * a.H + h) * (D * D) : 0;
   return known && a.S0 ? a.S0 + ((u64)piece * a.H + h) * (D * D) : 0;
 }
 
