@@ -196,7 +196,7 @@ def link_kernel(
                 x += tl.load(b_ + s * (K * V) + at, live, other=0.0)
 
 
-@triton.jit(do_not_specialize=INTEGERS)
+@triton.jit(do_not_specialize=[name for name in INTEGERS if name != "H"])
 def dense_link_kernel(
     A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
     rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,

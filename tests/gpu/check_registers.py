@@ -43,6 +43,7 @@ from ring_la.kernels.spans import plan, table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.runs import Runs
 from tests.gpu.test_triton import cases
+from tests.support.arrived import silent
 from tests.support.triton_cases import RULES, Case
 
 TYPES = {
@@ -50,6 +51,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.float64: "fp64",
 }
 LARGE = table.DESCRIBED
@@ -205,6 +207,26 @@ def across() -> Iterator[tuple[str, list]]:
         yield "128x128", found
 
 
+def links() -> Iterator[tuple[str, list]]:
+    """Those of a link of the ring under dense maps: first, in the middle, last, of states of a rank's own and packed."""
+    from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
+
+    group = silent(torch.device("cpu"))
+    group.mailboxes.constants["CLOCK"] = True
+    ends = Hop(None, 1, False), Hop(1, 1, True), Hop(1, None, False), Hop(None, 1, True, earlier=0)
+    for K, V in ((16, 16), (64, 128), (128, 128), (256, 128)):
+        A, b, S = torch.zeros(1, 5, 2, K, K), torch.zeros(1, 5, 2, K, V), torch.zeros(1, 1, 2, K, V)
+        with recorded(found := []):
+            for hop, known, packed, reverse in itertools.product(ends, (False, True), (False, True), (False, True)):
+                zero, first = torch.zeros(1, 5, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+                maps = DenseMaps(A, b, zero if known else None, first if packed else None, (A[:, :1], S))
+                for leaving in (None, S):
+                    states = LinkStates(None if hop.earlier is None else S, b, leaving)
+                    launch_dense(group, maps, states, hop, reverse=reverse)
+            launch_dense(group, DenseMaps(None, b), LinkStates(None, b, None), Hop(1, 1, False))
+        yield f"{K}x{V}", found
+
+
 def attention() -> Iterator[tuple[str, list]]:
     """Softmax attention of every score, heads of every pair of widths; and in blocks at fixed places."""
     from ring_la.softmax.backends import QueryRows
@@ -228,7 +250,7 @@ def attention() -> Iterator[tuple[str, list]]:
         yield f"{K}x{V}", launches
 
 
-OTHERS = {"momentum": momentum, "mesa": mesa, "slots": slots, "across": across, "attention": attention}
+OTHERS = {"momentum": momentum, "mesa": mesa, "slots": slots, "across": across, "links": links, "attention": attention}
 """Kernels that no rule of the algebra has, and launches of rules that only others make."""
 
 

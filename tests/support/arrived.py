@@ -14,6 +14,16 @@ from ring_la.kernels.protocol import Border, PieceTransitions, SpanMaps
 from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 
 
+def silent(device: torch.device) -> Any:
+    """A group of which a link's launch reads no more than sizes."""
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    boxes = SimpleNamespace(
+        own=none, mailboxes=none.long(), broken=none, report=none, lanes=(Lanes(512, 1024, 0), Lanes(128, 4096, 0)),
+        patience=0, constants=dict(P=1, FLAG=FLAG, CLOCK=device.type == "cuda"),
+    )  # fmt: skip
+    return SimpleNamespace(mailboxes=boxes, rank=0)
+
+
 class Arrived(Border):
     """States enter the only piece, or the last (gradients of states, back), and others leave for other ranks, of dense
     maps (see `protocol.Border`).
@@ -25,13 +35,7 @@ class Arrived(Border):
     def __init__(self, came: Tensor, came_back: Tensor) -> None:
         self.key, self.memory, self.beside = "arrived", (), None
         self.whole, self.carries = (True, True), (True, True)
-        self._came = came, came_back
-        none = torch.zeros(1, dtype=torch.int32, device=came.device)
-        boxes = SimpleNamespace(
-            own=none, mailboxes=none.long(), broken=none, report=none, lanes=(None, Lanes(128, 4096, 0)), patience=0,
-            constants=dict(P=1, FLAG=FLAG, CLOCK=False),
-        )  # fmt: skip
-        self._group: Any = SimpleNamespace(mailboxes=boxes, rank=0)
+        self._came, self._group = (came, came_back), silent(came.device)
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,

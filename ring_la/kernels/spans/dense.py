@@ -52,11 +52,12 @@ def _flags(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr):
 def next_of(zero, spans, p, count, ZERO: tl.constexpr, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
     """The first position from p on whose transition is 0 (not ZERO: is not); `count`: there is none."""
     found = count
-    while (p < count) & (found == count):
-        i = p + tl.arange(0, FLAGS)
+    at = p + count * 0
+    while (at < count) & (found == count):
+        i = at + tl.arange(0, FLAGS)
         here = (i < count) & ((_flags(zero, spans, i, count, H, REVERSE) != 0) == ZERO)
         found = tl.min(tl.where(here, i, count), 0)
-        p += FLAGS
+        at += FLAGS
     return found
 
 
