@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..comm.copy_kernel import EMPTY, FULL, UNSENT
 from ..comm.flag_kernels import swap
-from ..kernels.spans.dense import last_zero, next_of, products, runs, spans_of, tile
+from ..kernels.spans.dense import products, runs, spans_of, tile, zeros_of
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
@@ -233,39 +233,37 @@ def dense_link_kernel(
         spans = (row // H * NS + lo) * H + row % H
         line = (row // H * N + piece) * H + row % H
         head = spans + (count - 1 if REVERSE else 0) * H  # of the first span on this way
-        free = True
-        if SENDS:
-            free = _claim(give, target, broken, report, patience, CLOCK)
         # from the first span whose transition is 0 on nothing waits for what enters: what leaves goes first
-        nil = count
+        nil, end, many = count, count - 1, 0
         if GONE:
             nil = count * 0
         elif KNOWN:
-            nil = next_of(zero, spans, 0, count, True, H, REVERSE, FLAGS)
+            nil, end, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
         early = nil < count
+        left = tl.zeros([BK, UNIT], tl.float32)
         if early:
-            end = count - 1
-            if KNOWN:
-                end = last_zero(zero, spans, count, H, REVERSE, FLAGS)
             left = tl.load(b_ + (spans + (count - 1 - end if REVERSE else end) * H) * K * V + at, live, other=0.0)
             if KNOWN:
                 left = products(
                     left, b_, A, entering, spans, end + 1, count, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT,
                     False, ENTERS, REVERSE,
                 )  # fmt: skip
+        free = True
+        if SENDS:
+            free = _claim(give, target, broken, report, patience, CLOCK)
+        if early:
             if SENDS:
                 _put(there, unit, left, live, free)
             if KEEPS:
                 tl.store(leaving + line * K * V + at, left, live)
             if KNOWN and ENTERS:
-                if REVERSE or next_of(zero, spans, nil, end, False, H, REVERSE, FLAGS) < end:
+                if REVERSE or many <= end - nil:
                     S = tl.load(b_ + (spans + (count - 1 - nil if REVERSE else nil) * H) * K * V + at, live, other=0.0)
                     runs(
                         S, b_, A, zero, entering, spans, nil + 1, end + 1, count, at, live, k, j, v, H, K, V, BK, BJ,
                         UNIT, FLAGS, REVERSE,
                     )  # fmt: skip
         waits = True  # what goes on for what comes
-        left = tl.zeros([BK, UNIT], tl.float32)
         if FORWARDS:
             left = tl.load(added + line * K * V + at, live, other=0.0)
             largest = 0.0

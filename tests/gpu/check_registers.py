@@ -214,7 +214,7 @@ def links() -> Iterator[tuple[str, list]]:
     group = silent(torch.device("cpu"))
     group.mailboxes.constants["CLOCK"] = True
     ends = Hop(None, 1, False), Hop(1, 1, True), Hop(1, None, False), Hop(None, 1, True, earlier=0)
-    for K, V in ((16, 16), (64, 128), (128, 128), (256, 128)):
+    for K, V in ((128, 128), (16, 16), (64, 128), (256, 128)):
         A, b, S = torch.zeros(1, 5, 2, K, K), torch.zeros(1, 5, 2, K, V), torch.zeros(1, 1, 2, K, V)
         with recorded(found := []):
             for hop, known, packed, reverse in itertools.product(ends, (False, True), (False, True), (False, True)):

@@ -22,7 +22,7 @@ from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import cdiv, width
 from ring_la.kernels.triton.tiles import SIZES
 
-FLAGS = 64
+FLAGS = 32
 """Flags that a program reads at a time."""
 
 
@@ -49,26 +49,29 @@ def _flags(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def next_of(zero, spans, p, count, ZERO: tl.constexpr, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
-    """The first position from p on whose transition is 0 (not ZERO: is not); `count`: there is none."""
+def _next(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+    """The first position from p on whose transition is 0; `count`: there is none."""
     found = count
-    at = p + count * 0
-    while (at < count) & (found == count):
-        i = at + tl.arange(0, FLAGS)
-        here = (i < count) & ((_flags(zero, spans, i, count, H, REVERSE) != 0) == ZERO)
-        found = tl.min(tl.where(here, i, count), 0)
-        at += FLAGS
+    while (p < count) & (found == count):
+        i = p + tl.arange(0, FLAGS)
+        found = tl.min(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, count), 0)
+        p += FLAGS
     return found
 
 
 @triton.jit
-def last_zero(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
-    """The last position whose transition is 0; -1: there is none."""
-    found = -1
+def zeros_of(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+    """The first position of a piece whose transition is 0 (`count`: there is none), the last (-1), and how many."""
+    first = count
+    last = -1
+    many = 0
     for p in range(0, count, FLAGS):
         i = p + tl.arange(0, FLAGS)
-        found = tl.maximum(found, tl.max(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, -1), 0))
-    return found
+        here = _flags(zero, spans, i, count, H, REVERSE) != 0
+        first = tl.minimum(first, tl.min(tl.where(here, i, count), 0))
+        last = tl.maximum(last, tl.max(tl.where(here, i, -1), 0))
+        many += tl.sum(here.to(tl.int32), 0)
+    return first, last, many
 
 
 @triton.jit
@@ -107,7 +110,7 @@ def runs(
     """S, which enters the span at position p, through those before `count`, of the `of` of a piece: from one whose
     transition is 0 to the next. What enters each is stored."""
     while p < count:
-        end = next_of(zero, spans, p, count, True, H, REVERSE, FLAGS)
+        end = _next(zero, spans, p, count, H, REVERSE, FLAGS)
         S = products(S, b_, A_, entering, spans, p, end, of, at, live, k, j, v, H, K, W, BK, BJ, BV, False, True, REVERSE)
         if end < count:
             row = spans + (of - 1 - end if REVERSE else end) * H
@@ -132,7 +135,7 @@ def _fold(
     at = k[:, None] * W + v[None, :]
     behind = -1  # the position that nothing before it matters behind
     if KNOWN and not ENTER and not EYE:
-        behind = last_zero(zero, spans, count, H, REVERSE, FLAGS)
+        _, behind, _ = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
     begin = tl.maximum(behind, 0)
     row = spans + (tl.maximum(count - 1 - begin, 0) if REVERSE else begin) * H
     if EYE:
@@ -190,7 +193,8 @@ def prefix_dense_kernel(
         if column >= NV:
             lost = count < 0
             if KNOWN:
-                lost = last_zero(zero, spans, count, H, REVERSE, FLAGS) >= 0
+                _, _, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
+                lost = many > 0
                 if column == NV:
                     tl.store(gone + own, lost.to(tl.int32))
             if lost:

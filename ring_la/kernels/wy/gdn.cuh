@@ -46,47 +46,49 @@ INLINE float gate_at(const Args& a, u64 i) {
 #endif
 }
 
-// log2 of a bound of what 32 tokens from t on leave of a state, by one warp: a token multiplies its norm by e^g and by
-// at most max(1, |1 - beta |k|^2|).
-INLINE float left_over(const Args& a, int t, int h, int lane) {
-  const int hk = h / (a.H / a.HK);
-  float mine = 0.f;
-#pragma unroll 8
-  for (int i = 0; i < 16; i++) {
-    u32 x[4];
-    const uint4 y = ((const uint4*)a.k)[((u64)(t + 2 * i + (lane >> 4)) * a.HK + hk) * 16 + (lane & 15)];
-    x[0] = y.x; x[1] = y.y; x[2] = y.z; x[3] = y.w;
-    float n = 0.f;
-#pragma unroll
-    for (int j = 0; j < 4; j++) n = fmaf(lo(x[j]), lo(x[j]), fmaf(hi(x[j]), hi(x[j]), n));
-#pragma unroll
-    for (int m = 8; m; m >>= 1) n += __shfl_xor_sync(~0u, n, m);
-    n = __shfl_sync(~0u, n, (lane & 1) * 16);  // of token 2 i + lane % 2
-    if (lane >> 1 == i) mine = n;
-  }
-  const u64 at = (u64)(t + lane) * a.H + h;
-  float x = gate_at(a, at) * LOG2E + __log2f(fmaxf(1.f, fabsf(1.f - beta_at(a, at) * mine)));
-#pragma unroll
-  for (int m = 16; m; m >>= 1) x += __shfl_xor_sync(~0u, x, m);
-  return x;
-}
-
 // How many chunks before token t (`step` -1) or from it on (1) forget what enters them, or -1; of `there` tokens that are
-// asked for. By all warps.
+// asked for. A token multiplies the norm of a state by e^g and by at most max(1, |1 - beta |k|^2|). Gates alone say how many that
+// may be; keys are read of those, and of more where they make up for it. By all warps, all of which then know.
 INLINE int forgetting(const Args& a, int t, int step, int there, int h, u32 said, int lane) {
-  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += WARPS) {
-    const int from = step < 0 ? t - (i + 1) * C : t + i * C;
-    const float left = (i + 1) * C <= there ? left_over(a, from, h, lane) : 0.f;
-    if (lane == 0) sts32(said + i * 4, __float_as_uint(left));
+  const int hk = h / (a.H / a.HK), w = uniform(threadIdx.x >> 5);
+  auto first = [&](int i) { return step < 0 ? t - (i + 1) * C : t + i * C; };  // token of chunk i
+  for (int i = w; i < BACK; i += WARPS) {
+    float x = (i + 1) * C <= there ? gate_at(a, (u64)(first(i) + lane) * a.H + h) * LOG2E : 0.f;
+#pragma unroll
+    for (int m = 16; m; m >>= 1) x += __shfl_xor_sync(~0u, x, m);
+    if (lane == 0) sts32(said + i * 4, __float_as_uint(x));
   }
   __syncthreads();
-  int found = -1;
-  float sum = 0.f;
-  for (int i = 0; i < BACK; i++) {
-    sum += lds(said + i * 4);
-    if (found < 0 && sum < FORGOTTEN) found = i + 1;
+  float more = 0.f;  // log2 of what keys make of it
+  for (int read = 0;;) {
+    int n = -1;
+    float sum = more;
+    for (int i = 0; i < BACK; i++) {
+      sum += lds(said + i * 4);
+      if (n < 0 && sum < FORGOTTEN) n = i + 1;
+    }
+    n = uniform(n);
+    if (n <= read) return n;
+    float mine = 0.f;
+#pragma unroll 4
+    for (int i = read * (C / 2) + w; i < n * (C / 2); i += WARPS) {  // two tokens at a time
+      const u64 token = first(i / (C / 2)) + 2 * (i % (C / 2)) + (lane >> 4);
+      const uint4 y = ((const uint4*)a.k)[(token * a.HK + hk) * 16 + (lane & 15)];
+      const u32 x[4] = {y.x, y.y, y.z, y.w};
+      float norm = 0.f;
+#pragma unroll
+      for (int j = 0; j < 4; j++) norm = fmaf(lo(x[j]), lo(x[j]), fmaf(hi(x[j]), hi(x[j]), norm));
+#pragma unroll
+      for (int m = 8; m; m >>= 1) norm += __shfl_xor_sync(~0u, norm, m);
+      mine += __log2f(fmaxf(1.f, fabsf(1.f - beta_at(a, token * a.H + h) * norm)));
+    }
+    mine += __shfl_xor_sync(~0u, mine, 16);
+    if (lane == 0) sts32(said + (BACK + w) * 4, __float_as_uint(mine));
+    __syncthreads();
+    for (int i = 0; i < WARPS; i++) more += lds(said + (BACK + i) * 4);
+    __syncthreads();
+    read = n;
   }
-  return uniform(found);
 }
 // The same of token u, which has `here` tokens, if asked (`both`) and t's forget.
 INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {

@@ -42,7 +42,7 @@
 #define BARS (ENDS + 2 * 32)           // of each slot: full, empty, dR there, dB there
 #define BARS_S (BARS + SLOTS * 32)     // of the state: full, empty
 #define OPEN (BARS_S + 16)         // a barrier: the last of several passes may begin
-#define SAID (OPEN + 16)               // the ticket; three words, of which `leave` takes the last; of 16 chunks, what they leave over
+#define SAID (OPEN + 16)               // the ticket; three words, of which `leave` takes the last; of 16 chunks, then of warps, see `forgetting`
 
 struct BackArgs {
   Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter

@@ -15,7 +15,7 @@
 // carry the state transposed, [V, K], as accumulators. No factor is above 1, so every gate that is at most 0 is exact.
 //
 // A span that is not a piece's first starts up to sixteen chunks early from zero where the norm of what entered there has
-// fallen below 2^-30 when the span begins (`left_over`). Where it has not, the span waits for the state that the one
+// fallen below 2^-30 when the span begins (`forgetting`). Where it has not, the span waits for the state that the one
 // before it leaves. So that the next need not wait for long, it meanwhile finds what its tokens leave of no state and of
 // the identity (two passes without outputs): the state it leaves is a product once the one before it is there.
 // Programs take spans in order, so that one which waits waits for one that runs.
@@ -50,8 +50,8 @@
 #define BARS (FACTORS + SLOTS * FACTOR) // of each slot: full, empty
 #define LOADED (BARS + SLOTS * 16) // a barrier of each slot: what memory holds of its tokens is there
 #define OPEN (LOADED + (SLOTS + 1) / 2 * 16) // a barrier: the last pass may begin
-#define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, what they leave over
-#define SHARED (SAID + 80)
+#define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, then of warps, see `forgetting`
+#define SHARED (SAID + 144)
 
 // -- what chunks need of their own tokens: asked for by four warps, 8 tokens each, and made by four, a chunk each -------
 
