@@ -31,7 +31,6 @@ from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse
 from ring_la.kernels.wy import gdn_launches, one_launch
 from ring_la.kernels.wy.scanned_spans import ScannedSpans, SpansLeft
-
 from tests.support.arrived import Arrived
 
 from ..ops.cases import Shape
@@ -154,7 +153,7 @@ def times(op: str, tokens: int, arms: list[str]) -> None:
 def parts(op: str, tokens: int) -> None:
     """ms of what a call by spans is made of, each from what the part before it has left."""
     shard, rule, no = Shard(tokens, OPS[op]), OPS[op].rule, None
-    border, kernels = AtOnce(*shard.states), one_launch.choice(rule, shard.inputs, OutputUse(alone=True)).across
+    border, kernels = Arrived(*shard.states), one_launch.choice(rule, shard.inputs, OutputUse(alone=True)).across
     run = ScannedSpans.of(kernels, rule.plain, shard.inputs, no, 128**-0.5, OutputUse(saved=True))
     maps = run.kernels.maps(run.call)
     entered = run.entered(maps, no, border, False)
@@ -169,7 +168,7 @@ def parts(op: str, tokens: int) -> None:
         "output": lambda: run.kernels.output(run.call, entered.entering, True),
         "maps back": lambda: run.maps_back(back),
         "scans back": lambda: run.entered(maps_back, no, border, True, left.through),
-        "gradients": lambda: run.kernels.gradients(run.call, came.entering, left.rest, shard.do),
+        "gradients": lambda: run.kernels.gradients(run.call, came.entering, left.rest, shard.do, None),
     }
     spans = {"count": maps.own.shape[1], "of 0": round(maps.zero.float().mean().item(), 3)}
     print(json.dumps({"op": op, "tokens": tokens, "spans": spans}), flush=True)

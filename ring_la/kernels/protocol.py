@@ -187,13 +187,15 @@ class Border(Protocol):
     Attributes:
         key: what two borders have in common that launch alike. memory: what their launches use and no call brings.
         beside: the stream that exchanges may run on beside the caller's; None: they stand in order.
-        whole: (forward, back) whether `spans` sees to every piece. carries: whether any of what comes goes on.
+        whole: (forward, back) whether `spans` sees to every piece. sends: whether any state goes.
+            carries: whether any of what comes goes on.
     """
 
     key: Hashable
     memory: tuple[Tensor, ...]
     beside: SideStream | None
     whole: tuple[bool, bool]
+    sends: tuple[bool, bool]
     carries: tuple[bool, bool]
 
     def spans(
@@ -203,9 +205,9 @@ class Border(Protocol):
         """Scan the spans of the pieces at the borders into `entering`: states go on to other ranks and come from there.
         Backward dense transitions are transposed.
 
-        `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile. `final`:
-        `leaving` takes what leaves those pieces. `through`: the transitions of whole pieces under dense maps where what
-        comes goes on (`carries`); `leaving` then holds what they add."""
+        `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile.
+        `final`: `leaving` takes what leaves those pieces. `through`: the transitions of whole pieces under dense maps
+        where what comes goes on (`carries`); `leaving` then holds what they add."""
         ...
 
 

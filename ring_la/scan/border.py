@@ -38,6 +38,7 @@ class MailboxBorder:
         self.whole = tuple({hop.piece for hop in hops} == set(range(count)) for hops in self.hops)
         self.carries = tuple(any(_comes(hop) and _goes(hop) for hop in h) for h in self.hops)
         self._sent = tuple(sum(hop.target is not None for hop in hops) for hops in self.hops)
+        self.sends = tuple(n > 0 for n in self._sent)
 
     @property
     def memory(self) -> tuple[Tensor, ...]:

@@ -207,10 +207,10 @@ def dense_link_kernel(
 ):  # fmt: skip
     """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
 
-    GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has one
-    is sent before anything comes; forward, what enters a span behind one need not be stored: nobody reads it. What comes
-    from `source` and may go on to `target` does so by the map of the whole piece (`through` [B, N, H, K, K], `added`
-    [B, N, H, K, V]) before it goes through the spans.
+    GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
+    one is sent before anything comes; forward, what enters a span behind one need not be stored: nobody reads it. What
+    comes from `source` and may go on to `target` does so by the map of the whole piece (`through` [B, N, H, K, K],
+    `added` [B, N, H, K, V]) before it goes through the spans.
     """
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     GETS: tl.constexpr = RECEIVES or HAS_BEFORE

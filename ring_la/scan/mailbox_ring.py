@@ -171,8 +171,8 @@ def launch_spans(
 
 
 def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *, reverse: bool = False) -> None:
-    """`dense_link_kernel` over the spans of piece `hop.piece`, of states as for `launch_spans`; `reverse`: from the last
-    to the first, by the transposed transitions."""
+    """`dense_link_kernel` over the spans of piece `hop.piece`, of states as for `launch_spans`; `reverse`: from the
+    last to the first, by the transposed transitions."""
     from ..kernels.runtime.launch import launch
     from ..kernels.spans.dense import FLAGS, part
     from .link_kernel import TINY, dense_link_kernel

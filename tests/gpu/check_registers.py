@@ -208,7 +208,7 @@ def across() -> Iterator[tuple[str, list]]:
 
 
 def links() -> Iterator[tuple[str, list]]:
-    """Those of a link of the ring under dense maps: first, in the middle, last, of states of a rank's own and packed."""
+    """Those of a link of the ring under dense maps: first, in the middle, last, of a rank's own states and packed."""
     from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 
     group = silent(torch.device("cpu"))

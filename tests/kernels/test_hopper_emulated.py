@@ -124,7 +124,8 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
 
 
 @pytest.mark.parametrize(
-    ("name", "cuts", "finer"), [("delta", (0, 90, 210, 290), 1), ("delta", (0, 90, 218, 282), 2), ("kda", (0, 90, 210, 290), 1)]
+    ("name", "cuts", "finer"),
+    [("delta", (0, 90, 210, 290), 1), ("delta", (0, 90, 218, 282), 2), ("kda", (0, 90, 210, 290), 1)],
 )
 def test_states_from_other_shards(monkeypatch, name, cuts, finer):
     """Of uneven lengths, in a line: each takes what the one before it leaves, and backward. One head forgets. The first

@@ -34,7 +34,7 @@ class Arrived(Border):
 
     def __init__(self, came: Tensor, came_back: Tensor) -> None:
         self.key, self.memory, self.beside = "arrived", (), None
-        self.whole, self.carries = (True, True), (True, True)
+        self.whole, self.sends, self.carries = (True, True), (True, True), (True, True)
         self._came, self._group = (came, came_back), silent(came.device)
 
     def spans(

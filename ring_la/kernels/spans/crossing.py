@@ -37,22 +37,21 @@ def cross(
     passed: PieceTransitions | None = None, final: bool = True,
 ) -> Callable[[], Entered]:  # fmt: skip
     """Start `enter` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the result
-    waits for it. `passed`: that of the way forward. `final`: whether what leaves under dense maps is wanted (elementwise
-    ones leave that to the pass over the spans)."""
+    waits for it. `passed`: that of the way forward. `final`: whether what leaves under dense maps is wanted (under
+    elementwise ones the pass over the spans finds it)."""
     found = _own(plan, maps, S, reverse, border, passed)
     with aside(beside):
-        border.spans(
-            maps, S, found.entering, found.leaving, plan.spans.first, reverse, beside is not None, found.passed,
-            final and plan.dense,
-        )
+        entering, leaving, through = found
+        final, aside_others = final and plan.dense, beside is not None
+        border.spans(maps, S, entering, leaving, plan.spans.first, reverse, aside_others, through, final)
     return partial(_arrived, beside, (maps, S), found)
 
 
 def _own(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, passed: PieceTransitions | None
 ) -> Entered:
-    """What is found before anything comes: of pieces that the border does not see to, and what dense maps of whole pieces
-    do, through which something goes on."""
+    """What is found before anything comes: of pieces that the border does not see to, and what dense maps of whole
+    pieces do, through which something goes on."""
     if not border.whole[reverse]:
         entering, leaving = prefix(plan, maps, S, reverse)
     else:

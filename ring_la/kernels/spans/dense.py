@@ -111,7 +111,9 @@ def runs(
     transition is 0 to the next. What enters each is stored."""
     while p < count:
         end = _next(zero, spans, p, count, H, REVERSE, FLAGS)
-        S = products(S, b_, A_, entering, spans, p, end, of, at, live, k, j, v, H, K, W, BK, BJ, BV, False, True, REVERSE)
+        S = products(
+            S, b_, A_, entering, spans, p, end, of, at, live, k, j, v, H, K, W, BK, BJ, BV, False, True, REVERSE
+        )
         if end < count:
             row = spans + (of - 1 - end if REVERSE else end) * H
             tl.store(entering + row * K * W + at, S, live)
@@ -153,7 +155,9 @@ def _fold(
             tl.store(entering + row * K * W + at, tl.zeros([BK, BV], tl.float32), live & (count > 0))
     p = behind + 1 if HAS_S0 else begin + 1
     if KNOWN and ENTER:
-        S = runs(S, b_, A_, zero, entering, spans, p, count, count, at, live, k, j, v, H, K, W, BK, BJ, BV, FLAGS, REVERSE)
+        S = runs(
+            S, b_, A_, zero, entering, spans, p, count, count, at, live, k, j, v, H, K, W, BK, BJ, BV, FLAGS, REVERSE
+        )
     else:
         S = products(
             S, b_, A_, entering, spans, p, count, count, at, live, k, j, v, H, K, W, BK, BJ, BV, EYE, ENTER, REVERSE

@@ -23,6 +23,10 @@ from ring_la.kernels.wy.kda_launches import HEAD, KDACall, Passing
 Saved = tuple[Tensor | None, ...]
 
 
+Chunks = tuple[Tensor, Tensor] | None
+"""What KDA's backward takes of chunks, where it is there."""
+
+
 class Cut(NamedTuple):
     """A call as a rule's kernels take it, and the spans of its maps; of rows that are cut evenly those of one row."""
 
@@ -71,7 +75,11 @@ class SpanKernels(Protocol):
         """What each span adds to the gradient of the state that enters it."""
         ...
 
-    def gradients(self, call: Any, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
+    def prepared(self, call: Any, saved: Saved) -> Chunks:
+        """What the gradients take that needs no gradient of a state, and `saved` lacks; None: nothing, or later."""
+        ...
+
+    def gradients(self, call: Any, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
         """Those of the inputs, of the gradients of the states that leave the spans."""
         ...
 
@@ -149,7 +157,10 @@ class DeltaSpans:
         call.maps.launch(kernel, _heads(call.maps), None, (None, None), kept, further, passing)
         return found
 
-    def gradients(self, call: DeltaCall, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
+    def prepared(self, call: DeltaCall, saved: Saved) -> Chunks:
+        return None
+
+    def gradients(self, call: DeltaCall, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
         to, (states, writes, pairs) = gdn_launches.results(call.call), saved
         kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
         passing = Passing(entering, given=call.finer)
@@ -188,13 +199,27 @@ class KDASpans:
         call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
         return found
 
-    def gradients(self, call: KDACall, entering: Tensor, saved: Saved, do: Tensor) -> Inputs:
-        to, (before,) = kda_launches.results(call), saved
+    def prepared(self, call: KDACall, saved: Saved) -> Chunks:
+        H = len(_heads(call))
+        if kda_launches.group(call.chunks, H) < H:
+            return None
+        ((heads, room),) = kda_launches.by_group(call)
+        self._chunks(call, saved, heads, room)
+        return room
+
+    def gradients(self, call: KDACall, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
+        to = kda_launches.results(call)
         further = (do, *to.qkv, to.g, to.beta)
-        for heads, kept in kda_launches.by_group(call):
-            call.launch("states", heads, None, (None, None), kept, passing=Passing(before, given=1))
+        for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
+            if prepared is None:
+                self._chunks(call, saved, heads, kept)
             call.launch("backward", heads, None, (None, None), kept, further, Passing(entering, given=1))
         return _by_key_head(call, to)
+
+    def _chunks(self, call: KDACall, saved: Saved, heads: range, room: tuple[Tensor, Tensor]) -> None:
+        """States before chunks and what these write, of some heads."""
+        (before,) = saved
+        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=1))
 
 
 DELTA, KDA = DeltaSpans(), KDASpans()

@@ -27,8 +27,8 @@ from ring_la.kernels.wy.zeros import zeros
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
-SCANNED = 3
-"""Chunks that two scans take for a span of a row."""
+SCANNED = 4
+"""Chunks that the scans of two ranks, one behind the other, take for a span of a row."""
 TOGETHER = 4
 """Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 GROUPED = 16

@@ -70,8 +70,9 @@ def as_read(inputs: Inputs) -> Inputs:
 
 
 class Passing(NamedTuple):
-    """What spans hand on, or what enters each, where so many of its spans (`given`) are one of the launch's. Of one that finds `maps` what spans add, (`parts`) their
-    transitions, and which of those are `zero`; of one whose spans wait what they combine, `together` at a time."""
+    """What spans hand on, or (`given`) what enters so many spans a span of the launch. Of one that finds `maps` what
+    spans add, (`parts`) their transitions, and which of those are `zero`; of one whose spans wait what they combine,
+    `together` at a time."""
 
     states: Tensor
     parts: Tensor | None = None

@@ -121,9 +121,11 @@ class ScannedSpans:
         border: Border | None = None,
     ) -> InputGradients:
         maps = self.maps_back(backward) if adjoint is None else adjoint.found.maps
-        left = SpansLeft.of(backward.saved)
+        left, prepared = SpansLeft.of(backward.saved), None
+        if border is not None and not border.sends[True]:  # while what enters is on its way
+            prepared = self.kernels.prepared(self.call, left.rest)
         entered = self.entered(maps, dS_end, border, True, left.through, backward.S0 is not None)
-        grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do))
+        grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do), prepared)
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
     def maps_back(self, backward: Backward) -> SpanMaps:
