@@ -79,7 +79,7 @@ class Shard:
         least = one_launch.Least(0, 0, 0) if arm.startswith("spans") else one_launch.Least()
         across = mock.patch.object(one_launch, "ACROSS", least)
         _, _, length = arm.partition(" of ")
-        cut = mock.patch.object(gdn_launches, "across", return_value=(int(length), 1)) if length else nullcontext()
+        cut = mock.patch.object(gdn_launches, "across", return_value=(int(length),) * 2) if length else nullcontext()
         with across, cut, mock.patch.object(one_launch, "LEAST", 0):
             local = recurrence(self.op.rule, self.inputs, None, 128**-0.5, use)
             if self.op.rule.transition != "dense" and not alone:

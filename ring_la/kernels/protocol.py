@@ -206,8 +206,8 @@ class Border(Protocol):
         Backward dense transitions are transposed.
 
         `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile.
-        `final`: `leaving` takes what leaves those pieces. `through`: the transitions of whole pieces under dense maps
-        where what comes goes on (`carries`); `leaving` then holds what they add."""
+        `final`: `leaving` takes what leaves those pieces. `through`: the transitions of whole pieces under dense maps,
+        by which what comes then goes on (`carries`); `leaving` then holds what they add."""
         ...
 
 

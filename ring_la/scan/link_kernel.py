@@ -200,21 +200,20 @@ def link_kernel(
 def dense_link_kernel(
     A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
     rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr, KNOWN: tl.constexpr,
-    RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr,
-    REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
-    FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
+    BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr, FORWARDS: tl.constexpr,
+    KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr,
+    ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
 
     GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
-    one is sent before anything comes; forward, what enters a span behind one need not be stored: nobody reads it. What
-    comes from `source` and may go on to `target` does so by the map of the whole piece (`through` [B, N, H, K, K],
+    one is sent before anything comes; forward, what enters a span behind one need not be stored: nobody reads it.
+    FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     GETS: tl.constexpr = RECEIVES or HAS_BEFORE
-    FORWARDS: tl.constexpr = RECEIVES and SENDS and not GONE
     ENDS: tl.constexpr = KEEPS or (SENDS and not FORWARDS)
     lane = tl.program_id(0)
     give = _flag(own, mailboxes, me, target, lane, skip, LANES, FLAG)

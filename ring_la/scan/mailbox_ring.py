@@ -85,8 +85,8 @@ class DenseMaps(NamedTuple):
         b: what the spans add ``[B, NS, H, K, V]``.
         zero: int32 ``[B, NS, H]``, which transitions are 0 and not written; None: nobody has looked.
         first: as of elementwise maps.
-        through: transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole pieces, read where what
-            comes by a message goes on by one.
+        through: transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole pieces, by which what
+            comes by a message goes on by one; None: it goes through the spans first.
     """
 
     A: Tensor | None
@@ -180,19 +180,20 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
     b, first, lanes, (B, spans, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[1], maps.b.shape
     wide = max(LEAST, _width(K))
     unit = max(LEAST, min(_width(V), lanes.room // wide))
-    pieces = next((x.shape[1] for x in (states.leaving, states.before) if x is not None), 1)
-    forwards = hop.source is not None and hop.target is not None and maps.A is not None
-    through = maps.through if forwards and maps.through is not None else (b, b)
+    through = maps.through if hop.source is not None and hop.target is not None else None
+    of_pieces = states.leaving, states.before, None if through is None else through[1]
+    pieces = next((x.shape[1] for x in of_pieces if x is not None), 1)
     flags = _flags(states)
     if states.entering is None and part(K) < wide:  # where products meet states in parts
         states = states._replace(entering=torch.empty_like(b))
     launch(
         dense_link_kernel, (min(lanes.count, B * H * -(-V // unit)),), b if maps.A is None else maps.A, b,
-        b if maps.zero is None else maps.zero, *through, *(b if x is None else x for x in states),
+        b if maps.zero is None else maps.zero, *(through or (b, b)), *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        KNOWN=maps.zero is not None, REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room,
-        **flags, **_constants(group, hop), TINY=TINY, num_warps=8, num_stages=2,
+        FORWARDS=through is not None, KNOWN=maps.zero is not None, REVERSE=reverse, VARLEN=first is not None,
+        LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY, num_warps=8,
+        num_stages=2,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
         forget()
         calls = changes.enter_context(mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of))
         changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0)))
-        changes.enter_context(mock.patch.object(gdn_launches, "across", return_value=(64, 1)))
+        changes.enter_context(mock.patch.object(gdn_launches, "across", return_value=(64, 64)))
         changes.enter_context(mock.patch.object(kda_launches, "multiprocessors", return_value=10**6))
         return border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape), plain, calls.call_count
 

@@ -42,13 +42,11 @@ def test_a_call_that_kda_takes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "length", "finer"), [(4096, 32, 1024, 1), (16384, 32, 4096, 2), (32768, 32, 4096, 1)]
+    ("tokens", "heads", "length"), [(4096, 32, 1024), (8192, 32, 2048), (16384, 32, 4096), (32768, 32, 4096)]
 )
-def test_spans_are_as_long_as_an_h200_likes_them(tokens, heads, length, finer):
-    """Of the lengths that were measured the fastest; maps' spans are halves only where all spans are whole."""
-    assert gdn_launches.across(tokens, heads, 1, 132, True) == (length, finer)
-    assert gdn_launches.across(tokens, heads, 1, 132, False)[1] == 1
-    assert gdn_launches.across(tokens - 1, heads, 1, 132, True)[1] == 1
+def test_spans_are_as_long_as_an_h200_likes_them(tokens, heads, length):
+    """Of the lengths that were measured the fastest."""
+    assert gdn_launches.across(tokens, heads, 1, 132, True) == (length, length)
 
 
 class Operations(TorchDispatchMode):
@@ -66,32 +64,33 @@ class Operations(TorchDispatchMode):
 
 
 class Silent:
-    """The border of a rank in the middle, or at an end, at which nothing is exchanged (see `protocol.Border`)."""
+    """The border of a rank in the middle, or of the first, at which nothing is exchanged (see `protocol.Border`)."""
 
-    whole, sends = (True, True), (True, True)
+    whole = True, True
 
     def __init__(self, launches: list[str], middle: bool) -> None:
-        self._launches, self.carries = launches, (middle, middle)
+        self._launches, self.carries, self.sends = launches, (middle, middle), (True, middle)
 
     def spans(self, *args) -> None:
         self._launches.append("link")
 
 
 @pytest.mark.parametrize(
-    ("rule", "kernels", "forward", "back"),
-    [(Rule("delta", "scalar"), across.DELTA, ["output"], ["output"]),
-     (Rule("delta", "diagonal"), across.KDA, ["output"], ["output"] * 2)],
+    ("rule", "kernels", "prepared", "output"),
+    [(Rule("delta", "scalar"), across.DELTA, [], ["output"]),
+     (Rule("delta", "diagonal"), across.KDA, ["states"], ["output"])],
     ids=["delta", "kda"],
 )  # fmt: skip
 @pytest.mark.parametrize("middle", [True, False])
-def test_launches_of_a_split_call(monkeypatch, rule, kernels, forward, back, middle):
-    """The link goes through the spans, behind a scan only where what comes goes on, and nothing is filled."""
+def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle):
+    """The link goes through the spans, behind a scan only where what comes goes on by the whole piece's map, and nothing
+    is filled. Where nothing is sent what needs no gradient of a state comes before it."""
     launches: list[str] = []
-    before = ["maps", "scan", "link"] if middle else ["maps", "link"]
+    before = ["maps", "scan", "link"] if middle and kernels.ahead else ["maps", "link"]
 
-    def kernel(*how, maps=False, early=False):
+    def kernel(name, *how, maps=False, early=False):
         assert not early, "no flags are zeroed before it"
-        return lambda *args: launches.append("maps" if maps else "output")
+        return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")
 
     for module, name in (
         (gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel"),
@@ -106,8 +105,9 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, forward, back, mid
     with torch.no_grad(), Operations() as done:
         call = ScannedSpans.of(kernels, rule, inputs, None, 1.0, SPLIT)
         out = call.output(None, border=Silent(launches, middle))
-        assert launches == before + forward
+        assert launches == before + output
         launches.clear()
         call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle))
-        assert launches == before + back
+        first, link = before[:-1], before[-1:]
+        assert launches == (before + prepared if middle else first + prepared + link) + output
     assert done.names == []

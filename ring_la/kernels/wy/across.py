@@ -6,7 +6,6 @@ What the maps' launches leave out (see `maps.cuh`) the others do not ask for: bo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -28,22 +27,10 @@ Chunks = tuple[Tensor, Tensor] | None
 
 
 class Cut(NamedTuple):
-    """A call as a rule's kernels take it, and the spans of its maps; of rows that are cut evenly those of one row."""
+    """A call as a rule's kernels take it, and its spans; of rows that are cut evenly those of one row."""
 
     call: Any
     spans: Runs
-
-
-class DeltaCall(NamedTuple):
-    """A call's spans, and those that its maps are found of: `finer` of them are one."""
-
-    call: GDNCall
-    maps: GDNCall
-    finer: int
-
-    @property
-    def inputs(self) -> Inputs:
-        return self.call.inputs
 
 
 class SpanKernels(Protocol):
@@ -51,9 +38,12 @@ class SpanKernels(Protocol):
 
     Attributes:
         left: how many tensors `output` leaves for the gradients.
+        ahead: whether a rank finds what its tokens do to a state before one comes that goes on, or takes that through
+            its spans first, which gates that forget spare it.
     """
 
     left: ClassVar[int]
+    ahead: ClassVar[bool]
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         """The call, which gradients follow if it is to `train`; all of its spans have one length."""
@@ -84,9 +74,9 @@ class SpanKernels(Protocol):
         ...
 
 
-def _spans(call: GDNCall | KDACall, chunk: int) -> Runs:
+def _cut(call: GDNCall | KDACall, chunk: int) -> Cut:
     rows = call.inputs.v.shape[0]
-    return Runs(call.length, chunk, call.count // rows, 1, None, None) if call.runs is None else call.runs
+    return Cut(call, Runs(call.length, chunk, call.count // rows, 1, None, None) if call.runs is None else call.runs)
 
 
 def _heads(call: GDNCall | KDACall) -> range:
@@ -118,67 +108,58 @@ class DeltaSpans:
     """The delta rule's and the gated delta rule's."""
 
     left: ClassVar[int] = 3
+    ahead: ClassVar[bool] = True
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
-        finer = 1
-
-        def lengths(*of: Any) -> tuple[int, int]:
-            nonlocal finer
-            length, finer = gdn_launches.across(*of)
-            return length, length
-
-        call = maps = GDNCall.of(inputs, cu, scale, lengths)
-        if finer > 1:
-            length = call.length // finer
-            maps = replace(call, length=length, outer=length, count=call.count * finer)
-        return Cut(DeltaCall(call, maps, finer), _spans(maps, gdn_launches.CHUNK))
+        return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return gdn_launches.keeps(inputs, cu)
 
-    def maps(self, call: DeltaCall) -> SpanMaps:
-        found, passing = _maps(call.maps)
-        kernel = partial(gdn_launches.forward_kernel, False, *call.call.defines, maps=True)
-        call.maps.launch(kernel, _heads(call.maps), None, (None, None), (None,) * 3, passing=passing)
+    def maps(self, call: GDNCall) -> SpanMaps:
+        found, passing = _maps(call)
+        kernel = partial(gdn_launches.forward_kernel, False, *call.defines, maps=True)
+        call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
         return found
 
-    def output(self, call: DeltaCall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
-        o, heads = torch.empty_like(call.inputs.v), _heads(call.call)
-        kept = gdn_launches.room(call.call, len(heads)) if keep else (None,) * 3
-        kernel = partial(gdn_launches.forward_kernel, keep, *call.call.defines)
-        call.call.launch(kernel, heads, o, (None, None), kept, passing=Passing(entering, given=call.finer))
+    def output(self, call: GDNCall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
+        o, heads = torch.empty_like(call.inputs.v), _heads(call)
+        kept = gdn_launches.room(call, len(heads)) if keep else (None,) * 3
+        passing = Passing(entering, given=True)
+        kernel = partial(gdn_launches.forward_kernel, keep, *call.defines)
+        call.launch(kernel, heads, o, (None, None), kept, passing=passing)
         return o, tuple(kept) if keep else ()
 
-    def added_back(self, call: DeltaCall, saved: Saved, do: Tensor) -> Tensor:
-        found, (states, writes, pairs) = _room(call.maps), saved
-        kernel = partial(gdn_launches.backward_kernel, *call.call.defines, maps=True)
+    def added_back(self, call: GDNCall, saved: Saved, do: Tensor) -> Tensor:
+        found, (states, writes, pairs) = _room(call), saved
+        kernel = partial(gdn_launches.backward_kernel, *call.defines, maps=True)
         passing = Passing(found, maps=True)
         kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)
-        call.maps.launch(kernel, _heads(call.maps), None, (None, None), kept, further, passing)
+        call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
         return found
 
-    def prepared(self, call: DeltaCall, saved: Saved) -> Chunks:
+    def prepared(self, call: GDNCall, saved: Saved) -> Chunks:
         return None
 
-    def gradients(self, call: DeltaCall, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
-        to, (states, writes, pairs) = gdn_launches.results(call.call), saved
+    def gradients(self, call: GDNCall, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
+        to, (states, writes, pairs) = gdn_launches.results(call), saved
         kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
-        passing = Passing(entering, given=call.finer)
-        kernel = partial(gdn_launches.backward_kernel, *call.call.defines)
-        call.call.launch(kernel, _heads(call.call), None, (None, None), kept, further, passing)
-        return _by_key_head(call.call, to)
+        passing = Passing(entering, given=True)
+        kernel = partial(gdn_launches.backward_kernel, *call.defines)
+        call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
+        return _by_key_head(call, to)
 
 
 class KDASpans:
     """KDA's by a bounded gate. What is kept is what enters the spans, from which the backward makes chunks' states."""
 
     left: ClassVar[int] = 1
+    ahead: ClassVar[bool] = False
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         B, T, H = inputs.v.shape[:3]
         heads = kda_launches.group(kda_launches.chunks(B, T, cu), H) if train else H  # of one launch
-        call = KDACall.of(inputs, cu, scale, heads)
-        return Cut(call, _spans(call, kda_launches.CHUNK))
+        return _cut(KDACall.of(inputs, cu, scale, heads), kda_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
@@ -190,7 +171,7 @@ class KDASpans:
 
     def output(self, call: KDACall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
         o = torch.empty_like(call.inputs.v)
-        call.launch("forward", _heads(call), o, (None, None), passing=Passing(entering, given=1))
+        call.launch("forward", _heads(call), o, (None, None), passing=Passing(entering, given=True))
         return o, (entering,) if keep else ()
 
     def added_back(self, call: KDACall, saved: Saved, do: Tensor) -> Tensor:
@@ -213,13 +194,13 @@ class KDASpans:
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
             if prepared is None:
                 self._chunks(call, saved, heads, kept)
-            call.launch("backward", heads, None, (None, None), kept, further, Passing(entering, given=1))
+            call.launch("backward", heads, None, (None, None), kept, further, Passing(entering, given=True))
         return _by_key_head(call, to)
 
     def _chunks(self, call: KDACall, saved: Saved, heads: range, room: tuple[Tensor, Tensor]) -> None:
         """States before chunks and what these write, of some heads."""
         (before,) = saved
-        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=1))
+        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True))
 
 
 DELTA, KDA = DeltaSpans(), KDASpans()

@@ -27,7 +27,7 @@ struct Args {
   u16* kept_pairs;       // [chunks, heads, 2 * 32 * 32], N and P, see `pair_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
-  int given;             // 0, or `states` holds what enters every span, as S0 holds it, so that none waits: of so many spans of its own a span
+  int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int pick;              // whether spans that wait go first, see `choose`; if not, programs take their own numbers
   int together;          // how many spans that wait combine
   int outer;             // tokens of the span that goes over its own once, see `span_of`

@@ -501,7 +501,7 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
   if (passes == 1 && waits && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, entering(a, false, x.piece, s, h, known, waits), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, known, waits), w, lane);
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
     walk(S, b, h, begin, end, pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);

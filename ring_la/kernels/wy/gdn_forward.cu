@@ -413,7 +413,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
   launch_before();  // flags are there
   const int end = uniform(x.end);
   if (passes > 1 || !waits || a.given)
-    begin_with(S, entering(a, true, x.piece, s, h, x.first, waits), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, x.first, waits), w, lane);
   else
     take(S, a, s - 1, h, w, lane);
 #pragma unroll 1

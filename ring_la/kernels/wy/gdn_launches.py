@@ -27,8 +27,8 @@ from ring_la.kernels.wy.zeros import zeros
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
-SCANNED = 4
-"""Chunks that the scans of two ranks, one behind the other, take for a span of a row."""
+SCANNED = 7
+"""Chunks that finding a span's map and scanning over it, on two ranks one behind the other, take beside its tokens."""
 TOGETHER = 4
 """Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 GROUPED = 16
@@ -115,21 +115,17 @@ def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tup
 
 
 def across(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
-    """Tokens a span, all alike, where states are exchanged, and how many spans of maps one is: by what it costs to find
-    maps, where a quarter of the heads wait, to scan over their spans and to go over all tokens, in chunks of that last
-    pass."""
+    """Tokens a span, all alike, where states are exchanged: by what it costs to find maps, where a quarter of the heads
+    wait, to scan over spans and to go over all of them, in chunks of that last pass."""
     each, rows = cdiv(cdiv(tokens, pieces), CHUNK) * CHUNK, pieces * heads
 
-    def cost(cut: tuple[int, int]) -> float:
-        length, finer = cut
+    def cost(length: int) -> float:
         count, c = cdiv(each, length), length // CHUNK
         share = rows * count / programs
         last = c + EARLY if share <= 1 else share * (c + EARLY) + c / 2
-        return max(1, share * finer / 2) * c / finer + SCANNED * count * finer + last
+        return max(1, share / 2) * c + SCANNED * count + last
 
-    whole = equal and tokens // pieces == each
-    cuts = [(n, finer) for n in (4096, 2048, 1024, 512) for finer in (1, 2)]
-    return min((x for x in cuts if x[1] == 1 or (whole and x[0] > 512 and each % x[0] == 0)), key=cost)
+    return (min((4096, 2048, 1024, 512), key=cost),) * 2
 
 
 def picks(programs: int, device: torch.device) -> bool:

@@ -27,7 +27,7 @@ struct Args {
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int ahead;             // whether spans that wait are left to another launch, compiled with DEFERRED
-  int given;             // 0, or `states` holds what enters every span, as S0 holds it, so that none waits: of so many spans of its own a span
+  int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int side_by_side;      // whether all programs run at once
   float scale;
 };
@@ -97,12 +97,10 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
   float u[4] = {1.f, 1.f, 1.f, 1.f};
   const int t = begin + (back ? tokens - 1 - lane : lane);
   const float b = lane < tokens ? fabsf(beta_at(a, (u64)t * a.H + h)) : 0.f;
-  Eight x, next;  // with MAPS, where nothing else is under way, the next ones' loads begin before these are used
   for (int i = 0; i < tokens; i += 8) {
-    if (!MAPS || !i) x.load(a, begin, h, tokens, back, i, lane);
-    if (MAPS && i + 8 < tokens) next.load(a, begin, h, tokens, back, i + 8, lane);
+    Eight x;
+    x.load(a, begin, h, tokens, back, i, lane);
     x.pass(u, b, i, back);
-    if (MAPS) x = next;
   }
   return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
 }

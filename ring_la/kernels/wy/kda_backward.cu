@@ -666,7 +666,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, entering(a, false, x.piece, s, h, known, skip == 2), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, known, skip == 2), w, lane);
   walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }

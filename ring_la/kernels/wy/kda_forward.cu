@@ -466,7 +466,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
-    begin_with(S, entering(a, true, x.piece, s, h, x.first, skip == 2), w, lane);
+    begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2), w, lane);
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }

@@ -70,14 +70,13 @@ def as_read(inputs: Inputs) -> Inputs:
 
 
 class Passing(NamedTuple):
-    """What spans hand on, or (`given`) what enters so many spans a span of the launch. Of one that finds `maps` what
-    spans add, (`parts`) their transitions, and which of those are `zero`; of one whose spans wait what they combine,
-    `together` at a time."""
+    """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, (`parts`) their
+    transitions, and which of those are `zero`; of one whose spans wait what they combine, `together` at a time."""
 
     states: Tensor
     parts: Tensor | None = None
     together: int = 1
-    given: int = 0
+    given: bool = False
     maps: bool = False
     zero: Tensor | None = None
 

@@ -10,10 +10,9 @@
 #pragma once
 #include "spans.cuh"
 
-// What enters span s, going right (`forward`) or left: the state of its piece if that is `known`, or what it is `given` where it waits
-// or knows it; else zero.
-template <class Args> INLINE const float* entering(const Args& a, bool forward, int piece, int s, int h, bool known, bool waits) {
-  if (a.given) return known || waits ? a.states + (((u64)s * a.given + (forward ? 0 : a.given - 1)) * a.H + h) * (D * D) : 0;
+// What enters span s: the state of its piece if that is `known`, or what it is `given` where it waits or knows it; else zero.
+template <class Args> INLINE const float* entering(const Args& a, int piece, int s, int h, bool known, bool waits) {
+  if (a.given) return known || waits ? a.states + ((u64)s * a.H + h) * (D * D) : 0;
   return known && a.S0 ? a.S0 + ((u64)piece * a.H + h) * (D * D) : 0;
 }
 
@@ -24,12 +23,11 @@ template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool wa
   store_release(decided(a, s, h), waits ? 2 : 1);
 }
 
-// A program's span s of head h, from no state (pass 0) or, forward, from the identity. Those at the end of this way come first: what
-// they find goes to another rank.
+// A program's span s of head h, from no state (pass 0) or, forward, from the identity.
 struct MapOf { int s, h, pass; };
 template <class Args> INLINE MapOf map_of(const Args& a, bool forward) {
   const int i = blockIdx.x, n = forward ? i >> 1 : i;
-  return {forward ? a.count - 1 - n / a.heads : n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
+  return {n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
 }
 
 // The chunks that a map is found from; none: it is zero, or nobody asks.

@@ -152,7 +152,7 @@ class ScannedSpans:
         S = self.plan.state(S)
         if border is None:
             return Entered(*prefix(self.plan, maps, S, reverse))
-        return cross(self.plan, maps, S, reverse, border, None, passed, final)()
+        return cross(self.plan, maps, S, reverse, border, None, passed, final, self.kernels.ahead)()
 
 
 def _read(do: Tensor) -> Tensor:
