@@ -83,8 +83,8 @@ class Silent:
 )  # fmt: skip
 @pytest.mark.parametrize("middle", [True, False])
 def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle):
-    """The link goes through the spans, behind a scan only where what comes goes on by the whole piece's map, and nothing
-    is filled. Where nothing is sent what needs no gradient of a state comes before it."""
+    """The link goes through the spans, behind a scan only where what comes goes on by the whole piece's map. Nothing is
+    filled. Where nothing is sent what needs no gradient of a state comes before it."""
     launches: list[str] = []
     before = ["maps", "scan", "link"] if middle and kernels.ahead else ["maps", "link"]
 
