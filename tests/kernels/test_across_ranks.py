@@ -116,6 +116,7 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
 CASES = [
     ("kda", 2, "zigzag", (0, 80, 280), True),
     ("gated_delta_rule", 3, "contiguous", None, True),
+    ("kda", 3, "contiguous", None, True),
     ("kda", 4, "contiguous", None, False),
 ]
 """Rule, ranks, layout, documents, mailboxes."""
