@@ -46,7 +46,7 @@ def markdown(found: Row, link: str) -> str:
     made = found["machine"]
     versions = ", ".join(f"{n} {made[n]}" for n in ("torch", "triton", "fla-core") if made.get(n, "absent") != "absent")
     commit = "" if made["commit"] == "unknown" else f", commit {made['commit']}"
-    out = [f"{made['device']}, {versions}{commit} ([raw]({link})). ×: the peer's time over ours."]
+    out = [f"{made['device']}, {versions}{commit}\n([raw]({link})). ×: the peer's time over ours."]
     out += rivals.markdown([row for row in found["rows"] if "part" in row])
     found = found | {"rows": [row for row in found["rows"] if "part" not in row]}
     if not found["rows"]:
