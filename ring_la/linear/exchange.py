@@ -93,8 +93,7 @@ class SplitCall:
         found = seams.crossings.get(key)
         if found is None:
             maps = Affine(self.kind, None, torch.empty(shape, dtype=dtype, device="meta"))
-            apart = self.kind == "dense" and rows > 1 and seams.pieces > 1  # pieces' maps do not lie together
-            border = None if apart or seams.alone else self.border(maps)
+            border = None if seams.alone else self.border(maps)
             seams.crossings[key] = found = Crossing(maps, maps.b.nbytes, border)
         return found
 

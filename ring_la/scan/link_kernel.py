@@ -4,8 +4,8 @@ The state goes through mailboxes in units, each on a lane of its own, so that a 
 another has not left; nothing of the host stands between hops. A rank takes a lane by a flag in its own memory and then
 writes the words alone into the next rank's: one that is still UNSENT has not come. So a hop takes as long as a store
 over the link, with no fence and no flag behind it. Who has read the words makes them UNSENT again and gives the lane
-back. Where the link's transition is below TINY, nothing of what enters can leave, to rounding (the forgetting horizon):
-that unit is sent on before anything is waited for, and farther ranks are not in its way.
+back. Where the link's transition is known to be below TINY, nothing of what enters can leave, to rounding (the
+forgetting horizon): that unit is sent on before anything is waited for, and farther ranks are not in its way.
 
 Two kernels, which fold the maps of a link's spans themselves and leave the state that enters each of them:
 `link_kernel` for maps that act on the words of a state one by one, `dense_link_kernel` for dense ones.
@@ -206,9 +206,11 @@ def dense_link_kernel(
     CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
+    A piece has a span at least.
 
     GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
-    one is sent before anything comes; forward, what enters a span behind one need not be stored: nobody reads it.
+    one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
+    one begins from zero.
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """

@@ -81,7 +81,7 @@ class DenseMaps(NamedTuple):
     """Dense maps of a link's spans.
 
     Attributes:
-        A: the transitions ``[B, NS, H, K, K]``; None: all are 0.
+        A: the transitions ``[B, NS, H, K, K]``; None: that of the only span is 0.
         b: what the spans add ``[B, NS, H, K, V]``.
         zero: int32 ``[B, NS, H]``, which transitions are 0 and not written; None: nobody has looked.
         first: as of elementwise maps.

@@ -48,6 +48,7 @@ BORDERS = (
     ("gated_delta_rule", "documents", torch.bfloat16),
     ("kda", "zigzag", torch.bfloat16),
     ("delta_rule", "rows", torch.float32),
+    ("delta_rule", "folded", torch.float32),
 )
 
 

@@ -47,7 +47,7 @@ OPS = {
     "linear_attention": (3, ("contiguous",)),
     "simple_gla": (2, ("rows", "edges")),
     "gla": (2, ("zigzag",)),
-    "gated_delta_rule": (2, ("documents",)),
+    "gated_delta_rule": (2, ("documents", "folded")),
 }
 """Ranks and layouts; tests/gpu/test_symmetric.py has more."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from ring_la.algebra import Affine, transpose
 from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
 from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
+from tests.support.arrived import silent
 from tests.support.chain_maps import maps, serial
 from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
@@ -116,3 +118,37 @@ def test_a_flagged_transition_is_not_read_and_waits_for_nobody(ranks, tmp_path, 
     assert (ahead > 0.5) == flagged
     assert (second == 1).all()
     assert (third == enters).all()
+
+
+SPANS, K = 5, 16
+FLAGGED = [z for n in range(SPANS + 1) for z in itertools.combinations(range(SPANS), n)]
+"""Which transitions of a piece's spans are 0."""
+
+
+def through_spans(A: torch.Tensor, b: torch.Tensor, zero: torch.Tensor, x: torch.Tensor, reverse: bool):
+    """What enters each span, and what leaves the last, span by span."""
+    entering = torch.zeros_like(b)
+    for s in range(SPANS)[::-1] if reverse else range(SPANS):
+        entering[s] = x
+        a = A[s].mT if reverse else A[s]
+        x = b[s] if zero[s] else a @ x + b[s]
+    return entering, x
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("gets", [False, True])
+def test_every_choice_of_spans_that_forget(reverse, gets):
+    """What is flagged is not read; forward what enters a span behind one is not asked for."""
+    torch.manual_seed(0)
+    A, b, x = torch.randn(SPANS, K, K) / K**0.5, torch.randn(SPANS, K, K), torch.randn(K, K)
+    for flagged, final in itertools.product(FLAGGED, (False, True)):
+        zero = torch.zeros(SPANS, dtype=torch.int32)
+        zero[list(flagged)] = 1
+        spans = (t[None, :, None] for t in (A.masked_fill(zero[:, None, None].bool(), torch.nan), b, zero))
+        entering, leaving = torch.full((1, SPANS, 1, K, K), torch.nan), torch.full((1, 1, 1, K, K), torch.nan)
+        states = LinkStates(x[None, None, None] if gets else None, entering, leaving if final else None)
+        launch_dense(silent(x.device), DenseMaps(*spans), states, Hop(None, None, True, earlier=0), reverse=reverse)
+        want, left = through_spans(A, b, zero, x if gets else torch.zeros_like(x), reverse)
+        asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
+        assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, final)
+        assert not final or torch.allclose(leaving[0, 0, 0], left, atol=1e-4), (flagged, final)

@@ -12,6 +12,7 @@ LAYOUTS = {
     "contiguous": ("contiguous", 1, None),
     "zigzag": ("zigzag", 1, None),
     "rows": ("contiguous", 2, None),
+    "folded": ("zigzag", 2, None),
     "documents": ("zigzag", 1, (0, 20, 119, 132)),  # borders inside the first and the last segment, a document over all
     "edges": ("zigzag", 1, (0, 20, 99, 132)),  # one where a segment ends
 }

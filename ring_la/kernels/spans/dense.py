@@ -42,19 +42,19 @@ def tile(A, k, c, K: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _flags(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr):
-    """Those at positions p of a piece, in the direction of the scan; `spans`: its first span's row."""
-    s = count - 1 - p if REVERSE else p
+def _flags(zero, spans, p, count, of, H: tl.constexpr, REVERSE: tl.constexpr):
+    """Those at positions p before `count`, of the `of` of a piece on this way; `spans`: its first span's row."""
+    s = of - 1 - p if REVERSE else p
     return tl.load(zero + spans + s * H, p < count, other=0)
 
 
 @triton.jit
-def _next(zero, spans, p, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
+def _next(zero, spans, p, count, of, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: tl.constexpr):
     """The first position from p on whose transition is 0; `count`: there is none."""
     found = count
     while (p < count) & (found == count):
         i = p + tl.arange(0, FLAGS)
-        found = tl.min(tl.where(_flags(zero, spans, i, count, H, REVERSE) != 0, i, count), 0)
+        found = tl.min(tl.where(_flags(zero, spans, i, count, of, H, REVERSE) != 0, i, count), 0)
         p += FLAGS
     return found
 
@@ -67,7 +67,7 @@ def zeros_of(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: 
     many = 0
     for p in range(0, count, FLAGS):
         i = p + tl.arange(0, FLAGS)
-        here = _flags(zero, spans, i, count, H, REVERSE) != 0
+        here = _flags(zero, spans, i, count, count, H, REVERSE) != 0
         first = tl.minimum(first, tl.min(tl.where(here, i, count), 0))
         last = tl.maximum(last, tl.max(tl.where(here, i, -1), 0))
         many += tl.sum(here.to(tl.int32), 0)
@@ -110,7 +110,7 @@ def runs(
     """S, which enters the span at position p, through those before `count`, of the `of` of a piece: from one whose
     transition is 0 to the next. What enters each is stored."""
     while p < count:
-        end = _next(zero, spans, p, count, H, REVERSE, FLAGS)
+        end = _next(zero, spans, p, count, of, H, REVERSE, FLAGS)
         S = products(
             S, b_, A_, entering, spans, p, end, of, at, live, k, j, v, H, K, W, BK, BJ, BV, False, True, REVERSE
         )
