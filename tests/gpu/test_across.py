@@ -51,9 +51,7 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
 
 
 @pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule", "kda"])
-@pytest.mark.parametrize(
-    "kind", [kind for kind in border_calls.LAYOUTS if kind != "folded"]
-)  # packed rows go by chunks
+@pytest.mark.parametrize("kind", [kind for kind in border_calls.LAYOUTS if kind != "folded"])
 def test_against_one_device(name, kind, gpu_ranks, record_property):
     results = gpu_ranks.run(gpu_ranks.size, check, name, kind)
     worst = {n: max(found[n] for found, _, _ in results) for n in results[0][0]}
