@@ -3,7 +3,7 @@
 from .choice import CanonicalChunks, check_choice, make_local
 from .known import KnownCall
 from .operators import ForwardOthers, InPlaceOthers, linear_recurrence, linear_recurrence_in_place, state_dtype
-from .protocol import Adjoint, Backward, Inputs, Local, Output, OutputUse, PieceTransitions, SpanMaps, Summary
+from .protocol import Adjoint, Backward, Inputs, Local, Output, OutputUse, SpanMaps, Summary
 from .pytorch.chunks import Chunks
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Inputs",
     "KnownCall",
     "Local",
-    "PieceTransitions",
     "SpanMaps",
     "Summary",
     "Output",

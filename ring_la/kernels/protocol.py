@@ -167,18 +167,6 @@ class SpanMaps(NamedTuple):
     zero: Tensor | None = None
 
 
-class PieceTransitions(NamedTuple):
-    """Dense transitions of whole pieces.
-
-    Attributes:
-        A: ``[B, N, H, K, K]``.
-        zero: int32 ``[B, N, H]``: which are 0; None: nobody has looked.
-    """
-
-    A: Tensor
-    zero: Tensor | None = None
-
-
 class Border(Protocol):
     """The exchange of states at a rank's borders, as launches among those of a backend that scans over spans.
 
@@ -200,14 +188,14 @@ class Border(Protocol):
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
-        reverse: bool, beside: bool, through: PieceTransitions | None = None, final: bool = False,
+        reverse: bool, beside: bool, through: Tensor | None = None, final: bool = False,
     ) -> None:  # fmt: skip
         """Scan the spans of the pieces at the borders into `entering`: states go on to other ranks and come from there.
         Backward dense transitions are transposed.
 
         `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile.
-        `final`: `leaving` takes what leaves those pieces. `through`: the transitions of whole pieces under dense maps,
-        by which what comes then goes on (`carries`); `leaving` then holds what they add."""
+        `final`: `leaving` takes what leaves those pieces. `through` ``[B, N, H, K, K]``: the transitions of whole
+        pieces under dense maps, by which what comes then goes on (`carries`); `leaving` then holds what they add."""
         ...
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..comm import Group
-from ..kernels import PieceTransitions, SpanMaps
+from ..kernels import SpanMaps
 from .chain import Chain
 from .mailbox_ring import DenseMaps, ElementwiseMaps, Hop, LinkStates, launch_dense, launch_spans
 
@@ -59,7 +59,7 @@ class MailboxBorder:
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
-        reverse: bool, beside: bool, through: PieceTransitions | None = None, final: bool = False,
+        reverse: bool, beside: bool, through: Tensor | None = None, final: bool = False,
     ) -> None:  # fmt: skip
         for hop in self.hops[reverse]:
             before = None if hop.earlier is None else leaving
@@ -67,7 +67,7 @@ class MailboxBorder:
                 before, hop = S0, hop._replace(earlier=hop.piece, passes=True)
             states = LinkStates(before, entering, leaving if hop.keeps or final else None)
             if maps.kind == "dense":
-                whole = None if through is None else (through.A, leaving)
+                whole = None if through is None else (through, leaving)
                 dense = DenseMaps(maps.transition, maps.own, maps.zero, first, whole)
                 launch_dense(self.group, dense, states, hop, reverse=reverse)
             else:

@@ -22,7 +22,7 @@ from ..kernels.spans.dense import products, runs, spans_of, tile, zeros_of
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
-INTEGERS = ["me", "source", "target", "rows", "H", "N", "NS", "piece", "earlier", "skip", "patience"]
+INTEGERS = ["me", "source", "target", "rows", "N", "NS", "piece", "earlier", "skip", "patience"]
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _factor(A, row, at, live, K: tl.constexpr, V: tl.constexpr, KIND: tl.constex
     return tl.exp2(a) if LOG else a
 
 
-@triton.jit(do_not_specialize=INTEGERS)
+@triton.jit(do_not_specialize=[*INTEGERS, "H"])
 def link_kernel(
     A, b_, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target, rows, H, N, NS, piece,
     earlier, skip, patience, KIND: tl.constexpr, LOG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -196,7 +196,7 @@ def link_kernel(
                 x += tl.load(b_ + s * (K * V) + at, live, other=0.0)
 
 
-@triton.jit(do_not_specialize=[name for name in INTEGERS if name != "H"])
+@triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
     A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
     rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
@@ -291,11 +291,11 @@ def dense_link_kernel(
         if GETS:
             S, p = x, 0
         else:
-            S = tl.load(b_ + head * K * V + at, live & (count > 0), other=0.0)
+            S = tl.load(b_ + head * K * V + at, live, other=0.0)
             p = 1
             if ENTERS:
-                tl.store(entering + head * K * V + at, x, live & (count > 0))
-        if stop >= tl.minimum(p, count):
+                tl.store(entering + head * K * V + at, x, live)
+        if stop >= p:
             S = products(
                 S, b_, A, entering, spans, p, stop, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, ENTERS,
                 REVERSE,

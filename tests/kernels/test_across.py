@@ -71,7 +71,7 @@ class Silent:
     def __init__(self, launches: list[str], middle: bool) -> None:
         self._launches, self.carries, self.sends = launches, (middle, middle), (True, middle)
 
-    def spans(self, *args) -> None:
+    def spans(self, *args, **named) -> None:
         self._launches.append("link")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_la.comm.copy_kernel import FLAG
 from ring_la.comm.symmetric import Lanes
-from ring_la.kernels.protocol import Border, PieceTransitions, SpanMaps
+from ring_la.kernels.protocol import Border, SpanMaps
 from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 
 
@@ -39,7 +39,7 @@ class Arrived(Border):
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
-        reverse: bool, beside: bool, through: PieceTransitions | None = None, final: bool = False,
+        reverse: bool, beside: bool, through: Tensor | None = None, final: bool = False,
     ) -> None:  # fmt: skip
         states = LinkStates(self._came[reverse].contiguous(), entering, leaving)
         dense = DenseMaps(maps.transition, maps.own, maps.zero, first)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_la.kernels.protocol import Border, PieceTransitions, SpanMaps
+from ring_la.kernels.protocol import Border, SpanMaps
 from ring_la.kernels.runtime.streams import SideStream, aside, join
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import dense_transitions_of_pieces, prefix, prefix_and_transitions
@@ -21,7 +21,7 @@ class Entered(NamedTuple):
 
     entering: Tensor | None
     leaving: Tensor
-    passed: PieceTransitions | None = None
+    passed: Tensor | None = None
 
 
 def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool = False) -> Entered:
@@ -34,7 +34,7 @@ def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool
 
 def cross(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None = None,
-    passed: PieceTransitions | None = None, final: bool = True, ahead: bool = True,
+    passed: Tensor | None = None, final: bool = True, ahead: bool = True,
 ) -> Callable[[], Entered]:  # fmt: skip
     """Start `enter` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the result
     waits for it. `passed`: that of the way forward. `final`: whether what leaves under dense maps is wanted (under
@@ -42,14 +42,15 @@ def cross(
     something goes on, is found before anything comes."""
     found = _own(plan, maps, S, reverse, border, passed, ahead)
     with aside(beside):
-        entering, leaving, through = found
-        final, aside_others = final and plan.dense, beside is not None
-        border.spans(maps, S, entering, leaving, plan.spans.first, reverse, aside_others, through, final)
+        border.spans(
+            maps, S, found.entering, found.leaving, plan.spans.first, reverse, beside=beside is not None,
+            through=found.passed, final=final and plan.dense,
+        )  # fmt: skip
     return partial(_arrived, beside, (maps, S), found)
 
 
 def _own(
-    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, passed: PieceTransitions | None,
+    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, passed: Tensor | None,
     ahead: bool,
 ) -> Entered:  # fmt: skip
     """What is found before anything comes: of pieces that the border does not see to, and (`ahead`) of whole ones."""

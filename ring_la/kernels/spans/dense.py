@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.protocol import PieceTransitions, SpanMaps
+from ring_la.kernels.protocol import SpanMaps
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
@@ -167,7 +166,7 @@ def _fold(
 
 @triton.jit(do_not_specialize=SIZES)
 def prefix_dense_kernel(
-    b_, A_, zero, S0, entering, leaving, before, passed, gone, first, NS, N, H: tl.constexpr, K: tl.constexpr,
+    b_, A_, zero, S0, entering, leaving, before, passed, first, NS, N, H: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, FLAGS: tl.constexpr, HAS_S0: tl.constexpr,
     ENTER: tl.constexpr, STATES: tl.constexpr, MAPS: tl.constexpr, KNOWN: tl.constexpr, REVERSE: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -177,7 +176,7 @@ def prefix_dense_kernel(
 
     STATES: the scan itself. MAPS: the product of each piece's transitions, by programs of their own, in `passed` [B, N,
     H, K, K]; `before` [B, NS, H, K, K] is what `entering` is to states. KNOWN: `zero` [B, NS, H] says which transitions
-    are 0, and `gone` [B, N, H] then which products are.
+    are 0.
     """
     NV: tl.constexpr = (V + BV - 1) // BV if STATES else 0
     column = tl.program_id(0)
@@ -199,8 +198,6 @@ def prefix_dense_kernel(
             if KNOWN:
                 _, _, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
                 lost = many > 0
-                if column == NV:
-                    tl.store(gone + own, lost.to(tl.int32))
             if lost:
                 _clear(passed + own * K * K, column - NV, K, BK, BV)
             else:
@@ -223,7 +220,7 @@ class DensePrefix(NamedTuple):
     states and transitions before each span, which transitions that are read in parts meet there."""
 
     leaving: Tensor | None = None
-    transitions: PieceTransitions | None = None
+    transitions: Tensor | None = None
     entering: Tensor | None = None
     before: Tensor | None = None
 
@@ -239,8 +236,7 @@ def prefix_dense(
     launch(
         prefix_dense_kernel, (cdiv(V, how.block) * states + cdiv(K, how.block) * products, spans.pieces, plan.rows),
         *filled(
-            maps.own, maps.transition, maps.zero, S0, out.entering, out.leaving, out.before,
-            *(out.transitions or (None, None)),
+            maps.own, maps.transition, maps.zero, S0, out.entering, out.leaving, out.before, out.transitions,
         ),
         spans.first, spans.count, spans.pieces, H=H, K=K, V=V, BK=width(K), BJ=part(K), BV=how.block, FLAGS=FLAGS,
         HAS_S0=S0 is not None, ENTER=enter, STATES=states, MAPS=products, KNOWN=known, REVERSE=reverse,
@@ -248,12 +244,10 @@ def prefix_dense(
     )  # fmt: skip
 
 
-def room_for_transitions(plan: SpanPlan, maps: SpanMaps) -> PieceTransitions:
+def room_for_transitions(plan: SpanPlan) -> Tensor:
     """For the products of the pieces' transitions."""
     B, _, H, _, K, _ = plan.sizes
-    known = maps.zero is not None
-    zero = plan.new(B, plan.spans.pieces, H, dtype=torch.int32) if known else None
-    return PieceTransitions(plan.new(B, plan.spans.pieces, H, K, K), zero)
+    return plan.new(B, plan.spans.pieces, H, K, K)
 
 
 def in_parts(plan: SpanPlan) -> bool:

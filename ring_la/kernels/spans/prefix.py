@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.protocol import PieceTransitions, SpanMaps
+from ring_la.kernels.protocol import SpanMaps
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.spans.dense import DensePrefix, in_parts, prefix_dense, room_for_transitions, spans_of
 from ring_la.kernels.spans.plan import DECAY, SpanPlan
@@ -87,17 +87,17 @@ def prefix(
     return entering, leaving
 
 
-def prefix_and_transitions(plan: SpanPlan, maps: SpanMaps, S0: Tensor | None) -> tuple[Tensor, PieceTransitions]:
+def prefix_and_transitions(plan: SpanPlan, maps: SpanMaps, S0: Tensor | None) -> tuple[Tensor, Tensor]:
     """Under dense transitions, the states leaving the pieces and the pieces' transitions, in one launch."""
-    leaving, transitions = plan.states_of_pieces(), room_for_transitions(plan, maps)
+    leaving, transitions = plan.states_of_pieces(), room_for_transitions(plan)
     entering, before = (torch.empty_like(x) if in_parts(plan) else None for x in (maps.own, maps.transition))
     prefix_dense(plan, maps, S0, DensePrefix(leaving, transitions, entering, before))
     return leaving, transitions
 
 
-def dense_transitions_of_pieces(plan: SpanPlan, maps: SpanMaps) -> PieceTransitions:
+def dense_transitions_of_pieces(plan: SpanPlan, maps: SpanMaps) -> Tensor:
     """The pieces' dense transitions alone."""
-    out = room_for_transitions(plan, maps)
+    out = room_for_transitions(plan)
     prefix_dense(
         plan,
         maps,
@@ -113,7 +113,7 @@ def transitions_of_pieces(plan: SpanPlan, maps: SpanMaps) -> Tensor | None:
     if transition is None:
         return None
     if plan.dense:
-        return dense_transitions_of_pieces(plan, maps).A
+        return dense_transitions_of_pieces(plan, maps)
     out = plan.new(plan.sizes.B, spans.pieces, *transition.shape[2:])
     channels, block = math.prod(transition.shape[2:]), 256
     launch(

@@ -16,7 +16,6 @@ from ring_la.kernels.protocol import (
     Border,
     InputGradients,
     Output,
-    PieceTransitions,
     Summary,
 )
 from ring_la.kernels.spans.crossing import Entered, cross, enter
@@ -64,7 +63,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
             entering=entered.entering,
             transitions=transition if every else None,
             later_transitions=None if every else transition,
-            passed=None if entered.passed is None else entered.passed.A,
+            passed=entered.passed,
             u=states.u if dense and states is not None else None,
             states=None if states is None else states.states,
         )
@@ -94,8 +93,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
         if border is not None:
             found = self._maps_back(backward, True)
             beside = border.beside if saved.states is None else None  # `_prepared` has something to do
-            passed = None if saved.passed is None else PieceTransitions(saved.passed)
-            crossed = cross(plan, found.back, dS_end, True, border, beside, passed)
+            crossed = cross(plan, found.back, dS_end, True, border, beside, saved.passed)
             prepared = self._prepared(backward, found.forward)
             return self._rest(backward, found.forward.products, prepared, crossed())
         if adjoint is not None:

@@ -23,7 +23,6 @@ from ring_la.kernels.protocol import (
     Inputs,
     Output,
     OutputUse,
-    PieceTransitions,
     SpanMaps,
     Summary,
 )
@@ -45,28 +44,23 @@ class FoundMaps(NamedTuple):
 
 
 class SpansLeft(NamedTuple):
-    """What a forward leaves for its gradients: the spans' transitions and which are 0, the same of the pieces where
-    states go through them, and what its kernels take."""
+    """What a forward leaves for its gradients: the spans' transitions and which are 0, the pieces' transitions where
+    states go on by them, and what its kernels take."""
 
     transition: Tensor
     zero: Tensor | None
     passed: Tensor | None
-    passed_zero: Tensor | None
     rest: tuple[Tensor | None, ...]
 
     @classmethod
     def of(cls, saved: tuple[Tensor | None, ...]) -> SpansLeft:
-        transition, zero, passed, passed_zero, *rest = saved
+        transition, zero, passed, *rest = saved
         assert transition is not None
-        return cls(transition, zero, passed, passed_zero, tuple(rest))
+        return cls(transition, zero, passed, tuple(rest))
 
     @property
     def flat(self) -> tuple[Tensor | None, ...]:
         return (*self[:-1], *self.rest)
-
-    @property
-    def through(self) -> PieceTransitions | None:
-        return None if self.passed is None else PieceTransitions(self.passed, self.passed_zero)
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class ScannedSpans:
         maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
         entered = self.entered(maps, S0, border, False, final=self.use.final)
         o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
-        left = SpansLeft(maps.transition, maps.zero, *(entered.passed or (None, None)), saved)
+        left = SpansLeft(maps.transition, maps.zero, entered.passed, saved)
         return Output(o, entered.leaving, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
@@ -124,7 +118,7 @@ class ScannedSpans:
         left, prepared = SpansLeft.of(backward.saved), None
         if border is not None and not border.sends[True]:  # while what enters is on its way
             prepared = self.kernels.prepared(self.call, left.rest)
-        entered = self.entered(maps, dS_end, border, True, left.through, backward.S0 is not None)
+        entered = self.entered(maps, dS_end, border, True, left.passed, backward.S0 is not None)
         grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do), prepared)
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
@@ -144,7 +138,7 @@ class ScannedSpans:
         S: Tensor | None,
         border: Border | None,
         reverse: bool,
-        passed: PieceTransitions | None = None,
+        passed: Tensor | None = None,
         final: bool = True,
     ) -> Entered:
         """What enters the spans, given what enters the pieces from this rank; `passed`: that of the way forward;
