@@ -450,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
   const int role = uniform(tid >> 7), w = uniform(role < 2 ? tid >> 5 : (tid >> 5) & 3), lane = tid & 31;
 #if MAPS
   __syncthreads();
-  const MapOf m = map_of(a, true);
+  MapsOf m = maps_of(a, true);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, true, base + SAID + 16, lane);
@@ -458,14 +458,14 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
   const Passes p = passes_of(r.t0, r.n, 1);
   if (role == 3) {
     registers_down<24>();
-    ask(a, x, m.h, p, !m.pass, base, w, lane);
+    ask(a, x, m.h, p, !m.first, base, w, lane);
   } else if (role == 2) {
     registers_down<104>();
     produce(a, x, m.h, p, base, w, lane);
   } else {
     registers_up<192>();
-    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
-      walk(S, a, m.h, r.t0, x.end, x.end, 0, 0, r.n, base, w, lane);
+    find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
+      walk(S, a, m.h, r.t0, x.end, x.end, 0, c, r.n, base, w, lane);
     });
   }
 #else

@@ -697,7 +697,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   __syncthreads();
 #if MAPS
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapOf m = map_of(a, false);
+  const MapsOf m = maps_of(a, false);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, false, base + SAID, lane);
@@ -706,8 +706,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);
   } else {
     registers_up<200>();
-    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
-      walk(S, b, m.h, x.begin, x.end, 0, r.n, 0, r.n, base, w, lane);
+    find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
+      walk(S, b, m.h, x.begin, x.end, c, c + r.n, 0, c + r.n, base, w, lane);
     });
   }
 #else

@@ -171,15 +171,15 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   }
 }
 
-// The chunks of `passes` over a span, n each: of one, with v or (not `values`) without, or of three, the second of which is without.
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, bool values, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each, one to three; the second is without values, the third waits for OPEN.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n;
     if (pass == 2) bar_wait(base + OPEN, 0);
     const int t = t0 + (c - pass * n) * C;
-    load_chunk(a, t, x.end, h, values && pass != 1, at, lane);
+    load_chunk(a, t, x.end, h, pass != 1, at, lane);
     float b = 0.f;
     if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
     cp_wait();
@@ -490,18 +490,18 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   __syncthreads();
 #if MAPS
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapOf m = map_of(a, true);
+  MapsOf m = maps_of(a, true, true);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, true, base + SAID, lane);
   if (forgets_all(a, m, r)) return;
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    produce(a, x, m.h, r.t0, r.n, 1, !m.pass, base, w, lane);
+    produce(a, x, m.h, r.t0, r.n, m.last + 1, base, w, lane);
   } else {
     registers_up<152>();
-    find_map(a, m, r.n, w, lane, [&](float (&S)[16][4]) {
-      walk(S, a, m.h, r.t0, x.end, x.end, 0, 0, r.n, 0, base, w, lane);
+    find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
+      walk(S, a, m.h, r.t0, x.end, x.end, 0, c, c + r.n, 0, base, w, lane);
     });
   }
 #else
@@ -522,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #endif
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, true, base, w, lane);
+    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
   } else {
     registers_up<152>();
 #if DEFERRED

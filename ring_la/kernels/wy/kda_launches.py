@@ -149,7 +149,7 @@ class KDACall:
         passing = Passing(self.new(count, H, HEAD, HEAD)) if passing is None else passing
         waits, flags = passing.waits, passing.zero
         flags = zeros(2 * count * H + 2, x.v.device) if waits else flags
-        programs = count * len(heads) * (2 if passing.maps and not further else 1)
+        programs = count * len(heads)
         arguments: Any = (
             programs, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,

@@ -23,39 +23,45 @@ template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool wa
   store_release(decided(a, s, h), waits ? 2 : 1);
 }
 
-// A program's span s of head h, from no state (pass 0) or, forward, from the identity.
-struct MapOf { int s, h, pass; };
-template <class Args> INLINE MapOf map_of(const Args& a, bool forward) {
-  const int i = blockIdx.x, n = forward ? i >> 1 : i;
-  return {n / a.heads, a.first_head + n % a.heads, forward ? i & 1 : 0};
+// The maps that a program finds of span s of head h: from no state (pass 0) and, forward, from the identity (pass 1), those from pass
+// `first` to `last`. `both`: one program finds the two, which is as fast where spans are as many as programs run at once, and
+// spares those that forget a program that finds nothing.
+struct MapsOf { int s, h, first, last; };
+template <class Args> INLINE MapsOf maps_of(const Args& a, bool forward, bool both = false) {
+  const int i = blockIdx.x, n = forward && !both ? i >> 1 : i, first = forward && !both ? i & 1 : 0;
+  return {n / a.heads, a.first_head + n % a.heads, first, forward && both ? 1 : first};
 }
 
-// The chunks that a map is found from; none: it is zero, or nobody asks.
-struct Reach { int t0, n; };
+// The chunks that maps are found from; none: they are zero, or nobody asks. whole: all of the span's.
+struct Reach { int t0, n, whole; };
 // Whether span x forgets what enters it, by how many chunks, or -1; and so y, the one behind it.
 struct Forgets { int x, y; };
 // By all warps. `forgetting` is the rule's; y is x where nobody asks.
-template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapOf& m, bool forward, u32 said, int lane) {
-  const bool behind = !m.pass && !(forward ? x.last : x.first);
+template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapsOf& m, bool forward, u32 said, int lane) {
+  const bool behind = !m.first && !(forward ? x.last : x.first);
   const Span y = span_of(a, behind ? (forward ? m.s + 1 : m.s - 1) : m.s);
   const Forgets found = forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, m.h, behind, said, lane)
                                 : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, m.h, behind, said, lane);
-  if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C)};
-  if (m.pass || (behind && found.y >= 0)) return {0, 0};
-  return {uniform(forward ? x.end - found.x * C : x.begin), found.x};
+  if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C), 1};
+  if (m.first || (behind && found.y >= 0)) return {0, 0, 0};
+  return {uniform(forward ? x.end - found.x * C : x.begin), found.x, 0};
 }
 
-// Whether it is a transition of 0, of which nothing but the flag is written. By all warps.
-template <class Args> INLINE bool forgets_all(const Args& a, const MapOf& m, const Reach& r) {
-  if (m.pass && threadIdx.x == 0) a.flags[m.s * a.H + m.h] = !r.n;
-  return m.pass && !r.n;
+// Say whether the transition is 0, of which nothing but the flag is written; whether that is all. By all warps.
+template <class Args> INLINE bool forgets_all(const Args& a, MapsOf& m, const Reach& r) {
+  if (m.last && threadIdx.x == 0) a.flags[m.s * a.H + m.h] = !r.whole;
+  if (!r.whole) m.last = 0;
+  return m.last < m.first;
 }
 
-// walk(S): over those chunks
-template <class Args, class Walk> INLINE void find_map(const Args& a, const MapOf& m, int n, int w, int lane, Walk walk) {
-  float S[16][4];
-  if (n && m.pass) identity(S, w, lane);
-  else begin_with(S, 0, w, lane);
-  walk(S);
-  put_state(S, (m.pass ? a.parts : a.states) + ((u64)m.s * a.H + m.h) * (D * D), w, lane);
+// walk(S, c): over those chunks, the first of which is the c-th of those under way
+template <class Args, class Walk> INLINE void find_maps(const Args& a, const MapsOf& m, int n, int w, int lane, Walk walk) {
+#pragma unroll 1
+  for (int pass = m.first; pass <= m.last; pass++) {
+    float S[16][4];
+    if (pass) identity(S, w, lane);
+    else begin_with(S, 0, w, lane);
+    walk(S, (pass - m.first) * n);
+    put_state(S, (pass ? a.parts : a.states) + ((u64)m.s * a.H + m.h) * (D * D), w, lane);
+  }
 }
