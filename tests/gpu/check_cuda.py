@@ -45,9 +45,9 @@ def kernels() -> Iterator[CudaKernel]:
             yield from (gdn_launches.forward_kernel(keep, *read) for keep in (False, True))
             yield gdn_launches.forward_kernel(False, *read, maps=True)
             yield from (gdn_launches.backward_kernel(*read, maps=maps) for maps in (False, True))
-        for name, deferred in itertools.product(("forward", "states", "backward"), (False, True)):
-            yield kda_launches.kernel(name, deferred, gate, step)
-        yield from (kda_launches.kernel(name, False, gate, step, maps=True) for name in ("forward", "backward"))
+        for name, way in itertools.product(("forward", "states", "backward"), ({}, {"leaves": True}, {"deferred": True})):
+            yield kda_launches.kernel(name, gate, step, **way)
+        yield from (kda_launches.kernel(name, gate, step, maps=True) for name in ("forward", "backward"))
 
 
 def row(kernel: CudaKernel, log: str) -> str:

@@ -88,8 +88,8 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, 
     launches: list[str] = []
     before = ["maps", "scan", "link"] if middle and kernels.ahead else ["maps", "link"]
 
-    def kernel(name, *how, maps=False, early=False):
-        assert not early, "no flags are zeroed before it"
+    def kernel(name, *how, leaves=False, maps=False, early=False):
+        assert not leaves and not early, "no span waits for another"
         return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")
 
     for module, name in (

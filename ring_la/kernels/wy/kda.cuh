@@ -26,7 +26,6 @@ struct Args {
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
-  int ahead;             // whether spans that wait are left to another launch, compiled with DEFERRED
   int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int side_by_side;      // whether all programs run at once
   float scale;
@@ -91,31 +90,56 @@ struct Eight {
   }
 };
 
-// Whether what enters a run of `tokens` (16 or 32) from `begin` on is forgotten where it ends, going right or, for
-// gradients of states, left (`back`); by one warp.
-INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, int lane) {
-  float u[4] = {1.f, 1.f, 1.f, 1.f};
-  const int t = begin + (back ? tokens - 1 - lane : lane);
-  const float b = lane < tokens ? fabsf(beta_at(a, (u64)t * a.H + h)) : 0.f;
-  for (int i = 0; i < tokens; i += 8) {
+// What is left of u over the 16 tokens from `begin` on, going right or, for gradients of states, left (`back`), and its largest
+// element to `at`; by one warp.
+INLINE void bound(float (&u)[4], const Args& a, int begin, int h, bool back, u32 at, int lane) {
+  const int t = begin + (back ? C - 1 - lane : lane);
+  const float b = lane < C ? fabsf(beta_at(a, (u64)t * a.H + h)) : 0.f;
+#pragma unroll 1
+  for (int i = 0; i < C; i += 8) {
     Eight x;
-    x.load(a, begin, h, tokens, back, i, lane);
+    x.load(a, begin, h, C, back, i, lane);
     x.pass(u, b, i, back);
   }
-  return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
+  float most = fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3]));
+#pragma unroll
+  for (int m = 16; m; m >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
+  if (lane == 0) sts32(at, __float_as_uint(most));
 }
 
-// How many chunks before token t (`step` -1) or from it on (1), one or two, forget what enters them, or -1; of `there` tokens that are
-// asked for. The same of token u, which has `here`, if asked (`both`). Two warps each; by all warps.
-INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
-  const int w = uniform(threadIdx.x >> 5), tokens = ((w & 1) + 1) * C;
-  if (w < 2 || (both && w < 4)) {
-    const bool ok = (w < 2 ? there : here) >= 2 * C && forgotten(a, (w < 2 ? t : u) - (step < 0 ? tokens : 0), h, tokens, step > 0, lane);
-    if (lane == 0) sts32(said + w * 4, ok);
+// How many chunks, one or two, before token t (`step` -1) or from it on (1) forget what enters them, or -1; and of token u; of those that
+// are asked for. Two warps each find the bounds of both chunks at once, from ones; their product bounds what both leave. Where that
+// is not small enough, the farther one's goes on through the nearer chunk. By all warps that `sync`, the w-th of which this is.
+template <class Sync>
+INLINE Forgets forgetting(const Args& a, int t, int u, bool for_t, bool for_u, int step, int h, u32 said, int w, int lane, Sync sync) {
+  int x = for_t ? 0 : -1, y = for_u ? 0 : -1;
+  float left[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll 1
+  for (int round = 0; !x || !y; round++) {
+    const int part = w & 1;
+    if (w < 4 && !(w < 2 ? x : y) && part >= round) {
+      const int chunk = part - round, from = w < 2 ? t : u;  // 0: the nearer one
+      bound(left, a, from + (step < 0 ? -(chunk + 1) * C : chunk * C), h, step > 0, said + (w >> 1) * 16 + (part + round) * 4, lane);
+    }
+    sync();
+    auto verdict = [&](u32 at) {
+      const float near = lds(at), far = lds(at + 4);
+      return uniform(round ? (lds(at + 8) < FORGOTTEN ? 2 : -1) : near < FORGOTTEN ? 1 : near * far < FORGOTTEN ? 2 : 0);
+    };
+    if (!x) x = verdict(said);
+    if (!y) y = verdict(said + 16);
   }
-  __syncthreads();
-  auto chunks = [&](u32 at) { return uniform(lds32(at) ? 1 : lds32(at + 4) ? 2 : -1); };
-  return {chunks(said), both ? chunks(said + 8) : -1};
+  return {x, y};
+}
+// The same by all warps of token t, which has `there` tokens that count, and of u, which has `here`, if asked (`both`).
+INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
+  const int w = uniform(threadIdx.x >> 5);
+  return forgetting(a, t, u, there >= 2 * C, both && here >= 2 * C, step, h, said, w, lane, [] { __syncthreads(); });
+}
+// Of chunks that a span begins early (backward: late), how many come before it starts from zero; 2: it does not. By eight warps.
+INLINE int chunks_to_skip(const Args& a, int t, int step, int h, u32 said, int w, int lane) {
+  const int found = forgetting(a, t, t, true, false, step, h, said, w, lane, [] { between_warps(); }).x;
+  return found < 0 ? 2 : 2 - found;
 }
 
 // The gates of token i and this lane's four channels, in rows of 512 bytes

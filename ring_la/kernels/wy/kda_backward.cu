@@ -313,15 +313,14 @@ INLINE bool starts_known(const Args& a, const Span& x, const Span& y) { return x
 // does neither. By eight warps.
 INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32 said, int w, int lane) {
   if (x.last) return 0;
-  const bool known = starts_known(a, x, y);
   int skip = 0;
-  if (!known && (w & 3) == 0) {
-    const bool ok = y.end >= x.end + 2 * C && forgotten(a, x.end, h, w ? 2 * C : C, true, lane);
-    if (lane == 0) sts32(said + 4 + w, ok);
+  if (!starts_known(a, x, y)) {
+    skip = y.end < x.end + 2 * C ? 2 : chunks_to_skip(a, x.end, 1, h, said + 16, w, lane);
   }
-  between_warps();
-  if (!known) skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-  if (w == 0 && lane == 0) decide_on(a, s, h, skip == 2);
+  if (w == 0 && lane == 0) {
+    sts32(said + 4, skip);
+    decide_on(a, s, h, skip == 2);
+  }
   return skip;
 }
 
@@ -662,7 +661,11 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   float S[16][4];
   launch_before();  // flags are there
   const bool known = starts_known(a, x, y);
-  const int skip = !a.ahead ? decide(a, x, y, s, h, base + SAID, w, lane) : known ? 0 : uniform(lds32(base + SAID + 4) ? 1 : 0);
+#if LEAVES
+  const int skip = x.last ? 0 : uniform(lds32(base + SAID + 4));
+#else
+  const int skip = decide(a, x, y, s, h, base + SAID, w, lane);
+#endif
   if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
@@ -720,11 +723,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   const int lim = x.end, n = uniform((x.end - x.begin + C - 1) / C), first = x.first ? 0 : 2 * n, passes = x.first ? 1 : 3;
 #else
   const Span y = x.last ? x : span_of(a, s + 1);
-  if (a.ahead && !x.last) {  // a span that waits is left to the launch behind this one
+#if LEAVES
+  if (!x.last) {
     if (uniform(tid >> 8) == 0) decide(a, x, y, s, h, base + SAID, w, lane);
     __syncthreads();
-    if (!starts_known(a, x, y) && !lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
+    if (lds32(base + SAID + 4) == 2) return;
   }
+#endif
   const int lim = x.last ? x.end : min(x.end + 2 * C, y.end), passes = 1;
   const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
 #endif

@@ -38,8 +38,8 @@
 #define OWN (4096 + 1280)
 #define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
 #define HARD (BARS + SLOTS * 16)     // of each slot: whether it goes token by token
-#define SAID (HARD + SLOTS * 4)      // the ticket; forgotten over one chunk, over two; whether the next span waits
-#define OPEN (SAID + 16)             // a barrier: the last of several passes may begin
+#define SAID (HARD + SLOTS * 4)      // the ticket; what was decided; whether the next span waits; bounds, from 16 bytes on
+#define OPEN (SAID + 32)             // a barrier: the last of several passes may begin
 #define STAGE (OPEN + 16)            // of each warp that carries the state: 1 KB on its way out
 
 // The same of row `row` of kg (rows 0 to 15) and qg (16 to 31), 16 chunks each, for wgmma
@@ -270,13 +270,11 @@ INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool wri
 // How many of a span's chunks, which begin two early, come before it starts from zero; 2: it does not. By eight warps.
 INLINE int decide(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
   if (x.first) return 0;
-  if ((w & 3) == 0) {
-    const bool ok = forgotten(a, x.begin - (w ? 2 * C : C), h, w ? 2 * C : C, false, lane);
-    if (lane == 0) sts32(said + 4 + w, ok);
+  const int skip = chunks_to_skip(a, x.begin, -1, h, said + 16, w, lane);
+  if (w == 0 && lane == 0) {
+    sts32(said + 4, skip);
+    decide_on(a, s, h, skip == 2);
   }
-  between_warps();
-  const int skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-  if (w == 0 && lane == 0) decide_on(a, s, h, skip == 2);
   return skip;
 }
 
@@ -462,7 +460,11 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
   float S[16][4];
   launch_before();  // flags are there
-  const int skip = a.ahead && !x.first ? uniform(lds32(base + SAID + 4) ? 1 : 0) : decide(a, x, s, h, base + SAID, w, lane);
+#if LEAVES
+  const int skip = x.first ? 0 : uniform(lds32(base + SAID + 4));
+#else
+  const int skip = decide(a, x, s, h, base + SAID, w, lane);
+#endif
   if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
@@ -513,11 +515,13 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   if (x.first || load_acquire(decided(a, s, h)) != 2) return;
   const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
 #else
-  if (a.ahead && !x.first) {  // a span that waits is left to the launch behind this one
+#if LEAVES
+  if (!x.first) {
     if (uniform(tid >> 8) == 0) decide(a, x, s, h, base + SAID, w, lane);
     __syncthreads();
-    if (!lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
+    if (lds32(base + SAID + 4) == 2) return;
   }
+#endif
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {

@@ -35,15 +35,19 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS = "15Q11if"
+ARGUMENTS = "15Q10if4x"
 SHARED = 232448
 
 
 @functools.cache
-def kernel(name: str, deferred: bool, *defines: str, maps: bool = False, early: bool = False) -> CudaKernel:
-    """`forward`, `states` (what the backward needs of every chunk) or `backward`; of spans that were left to it, if
-    `deferred`; `maps`: it finds spans' maps alone; `early`: it follows the launch of its flags."""
-    folder, defines = Path(__file__).parent, (*defines, f"DEFERRED={int(deferred)}", f"MAPS={int(maps)}")
+def kernel(
+    name: str, *defines: str, leaves: bool = False, deferred: bool = False, maps: bool = False, early: bool = False
+) -> CudaKernel:
+    """`forward`, `states` (what the backward needs of every chunk) or `backward`. One that `leaves` does so with spans
+    that wait, which a `deferred` one then goes over; `maps`: it finds spans' maps alone; `early`: it follows the launch
+    of its flags."""
+    flags = dict(LEAVES=leaves, DEFERRED=deferred, MAPS=maps)
+    folder, defines = Path(__file__).parent, (*defines, *(f"{flag}={int(x)}" for flag, x in flags.items()))
     if name == "backward":
         return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, SHARED, defines, early)
     keep = f"KEEP={int(name == 'states')}"
@@ -153,11 +157,12 @@ class KDACall:
         arguments: Any = (
             programs, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
-            heads.start, len(heads), ahead, passing.given, side_by_side(programs, x.v.device),
+            heads.start, len(heads), passing.given, side_by_side(programs, x.v.device),
             self.scale, *further,
         )  # fmt: skip
-        for deferred in (False, True) if ahead else (False,):
-            kernel(name, deferred, *self.defines, maps=passing.maps, early=waits and not deferred)(*arguments)
+        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits)(*arguments)
+        if ahead:
+            kernel(name, *self.defines, deferred=True)(*arguments)
 
 
 def forward(
