@@ -45,7 +45,8 @@ def kernels() -> Iterator[CudaKernel]:
             yield from (gdn_launches.forward_kernel(keep, *read) for keep in (False, True))
             yield gdn_launches.forward_kernel(False, *read, maps=True)
             yield from (gdn_launches.backward_kernel(*read, maps=maps) for maps in (False, True))
-        for name, way in itertools.product(("forward", "states", "backward"), ({}, {"leaves": True}, {"deferred": True})):
+        ways: tuple[dict[str, bool], ...] = ({}, {"leaves": True}, {"deferred": True})
+        for name, way in itertools.product(("forward", "states", "backward"), ways):
             yield kda_launches.kernel(name, gate, step, **way)
         yield from (kda_launches.kernel(name, gate, step, maps=True) for name in ("forward", "backward"))
 

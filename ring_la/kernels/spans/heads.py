@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.spans.table import cdiv, power_of_2
 
@@ -14,10 +15,8 @@ ELEMENTS = 4096
 """Of a program's tile."""
 
 
-@triton.jit(do_not_specialize=("count",))
-def sum_kernel(x, out, count, G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """Groups of G rows of K channels to one each."""
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+@triton.jit
+def _sum(x, out, row, count, G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
     k = tl.arange(0, BK)[None, :]
     live = (row < count) & (k < K)
     total = tl.zeros([BR, BK], tl.float32)
@@ -26,12 +25,34 @@ def sum_kernel(x, out, count, G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr
     tl.store(out + row * K + k, total.to(out.dtype.element_ty), live)
 
 
-def summed(grad: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """``[B, T, H, K]`` to ``[B, T, heads, K]`` in `dtype`, summed in fp32."""
-    B, T, H, K = grad.shape
-    out = torch.empty(B, T, heads, K, dtype=dtype, device=grad.device)
+@triton.jit(do_not_specialize=("count",))
+def sum_kernel(x, y, x_out, y_out, count, G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """Groups of G rows of K channels to one each, of x and of y; the last first, which the L2 cache still holds."""
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    if tl.program_id(0) == 0:
+        _sum(x, x_out, row, count, G, K, BR, BK)
+    else:
+        _sum(y, y_out, row, count, G, K, BR, BK)
+
+
+def summed(dq: Tensor, dk: Tensor, heads: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
+    """Gradients of q and k ``[B, T, H, K]`` to ``[B, T, heads, K]`` in `dtypes`, summed in fp32."""
+    B, T, H, K = dq.shape
+    dq_out, dk_out = (torch.empty(B, T, heads, K, dtype=dtype, device=dq.device) for dtype in dtypes)
     if count := B * T * heads:
         BK = power_of_2(K)
         BR = max(1, ELEMENTS // BK)
-        launch(sum_kernel, (cdiv(count, BR),), aligned(grad), out, count, G=H // heads, K=K, BR=BR, BK=BK)
-    return out
+        launch(
+            sum_kernel, (2, cdiv(count, BR)), aligned(dq), aligned(dk), dq_out, dk_out, count, G=H // heads, K=K, BR=BR,
+            BK=BK,
+        )  # fmt: skip
+    return dq_out, dk_out
+
+
+def by_key_head(grads: Inputs, heads: int) -> Inputs:
+    """Gradients whose dq and dk are of value heads, with those summed over the heads that share one of q and k."""
+    q, k = grads.q, grads.k
+    if q.shape[2] == heads:
+        return grads
+    dq, dk = summed(q, k, heads, (q.dtype, k.dtype))
+    return grads._replace(q=dq, k=dk)

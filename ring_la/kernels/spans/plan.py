@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -234,15 +234,11 @@ class SpanPlan:
     def as_given(self, given: Inputs, grads: Inputs) -> Inputs:
         """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
         B, T, _, HK, K, _ = self.sizes
-        out: list[Any] = []
-        for name, x, grad in zip(Inputs._fields, given, grads):
-            if x is None or grad is None:
-                out.append(None)
-                continue
-            if name in ("q", "k") and grad.numel() != x.numel():  # of value heads, or of pairs of them
-                grad = summed(grad.view(B, T, -1, K), HK, x.dtype)
-            out.append(grad.to(x.dtype))
-        return Inputs(*out)
+        if grads.q is not None and grads.k is not None and grads.k.numel() != given.k.numel():  # or of pairs of them
+            q, k = (x.view(B, T, -1, K) for x in (grads.q, grads.k))
+            q, k = summed(q, k, HK, (given.q.dtype, given.k.dtype))
+            grads = grads._replace(q=q, k=k)
+        return Inputs(*(None if x is None or grad is None else grad.to(x.dtype) for x, grad in zip(given, grads)))
 
 
 def span_length(rule: Rule, sizes: CallSizes, chunk: int, dtype: torch.dtype) -> int:

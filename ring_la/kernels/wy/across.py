@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs, SpanMaps
-from ring_la.kernels.spans.heads import summed
+from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.wy import gdn_launches, kda_launches
 from ring_la.kernels.wy.gdn_launches import GDNCall, KeptChunks
@@ -96,14 +96,6 @@ def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
     return found, Passing(found.own, found.transition, maps=True, zero=found.zero)
 
 
-def _by_key_head(call: GDNCall | KDACall, found: Inputs) -> Inputs:
-    """Gradients of q and k summed over the value heads that share them."""
-    H, HK = call.inputs.v.shape[2], call.inputs.q.shape[2]
-    if H == HK:
-        return found
-    return found._replace(q=summed(found.q, HK, found.q.dtype), k=summed(found.k, HK, found.k.dtype))
-
-
 class DeltaSpans:
     """The delta rule's and the gated delta rule's."""
 
@@ -147,7 +139,7 @@ class DeltaSpans:
         passing = Passing(entering, given=True)
         kernel = partial(gdn_launches.backward_kernel, *call.defines)
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
-        return _by_key_head(call, to)
+        return by_key_head(to, call.inputs.q.shape[2])
 
 
 class KDASpans:
@@ -195,7 +187,7 @@ class KDASpans:
             if prepared is None:
                 self._chunks(call, saved, heads, kept)
             call.launch("backward", heads, None, (None, None), kept, further, Passing(entering, given=True))
-        return _by_key_head(call, to)
+        return by_key_head(to, call.inputs.q.shape[2])
 
     def _chunks(self, call: KDACall, saved: Saved, heads: range, room: tuple[Tensor, Tensor]) -> None:
         """States before chunks and what these write, of some heads."""

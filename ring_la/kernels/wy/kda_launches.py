@@ -19,7 +19,7 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
-from ring_la.kernels.spans.heads import summed
+from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
 from ring_la.kernels.wy.zeros import zeros
@@ -181,7 +181,7 @@ def gradients(
     inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, do: Tensor, dS_end: Tensor | None
 ) -> tuple[Inputs, Tensor]:
     """Those of the inputs, and of the states that enter."""
-    (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
+    B, T, H, _ = inputs.v.shape
     each = group(chunks(B, T, cu), H)
     call = KDACall.of(inputs, cu, scale, each)
     do = aligned(do.to(torch.bfloat16))
@@ -190,9 +190,7 @@ def gradients(
     for heads, kept in by_group(call):
         call.launch("states", heads, None, (S0, None), kept)
         call.launch("backward", heads, None, (dS_end, dS0), kept, (do, *found.qkv, found.g, found.beta))
-    if HK != H:
-        found = found._replace(q=summed(found.q, HK, found.q.dtype), k=summed(found.k, HK, found.k.dtype))
-    return found, by_row(dS0, B)
+    return by_key_head(found, inputs.q.shape[2]), by_row(dS0, B)
 
 
 def results(call: KDACall) -> Inputs:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
-from ring_la.kernels.spans.heads import summed
+from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
 from ring_la.kernels.wy.kda_launches import by_row
 
@@ -89,7 +89,7 @@ class SpanLaunches(Generic[Call, Kept]):
     ) -> tuple[Inputs, Tensor]:  # fmt: skip
         """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it
         is made again, as many heads at a time as `KEPT` bytes hold."""
-        (B, _, H, _), HK = inputs.v.shape, inputs.q.shape[2]
+        B, _, H, _ = inputs.v.shape
         call = self.call(inputs, cu, scale)
         do = aligned(do.to(torch.bfloat16))
         S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
@@ -101,6 +101,4 @@ class SpanLaunches(Generic[Call, Kept]):
             if kept is None:
                 self.run(call, heads, None, (S0, None), room)
             self.back(call, heads, (dS_end, dS0), room, do, found)
-        if HK != H:
-            found = found._replace(q=summed(found.q, HK, found.q.dtype), k=summed(found.k, HK, found.k.dtype))
-        return found, by_row(dS0, B)
+        return by_key_head(found, inputs.q.shape[2]), by_row(dS0, B)
