@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -153,6 +154,8 @@ def graph_times(call: Callable[[], Any], name: str, budget: float = 0.1) -> dict
             call()
     except Exception as e:
         torch.cuda.synchronize()
+        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros((), device="cuda")  # else PyTorch's generator stays in the capture that failed, and draws raise
         return {f"graph_{name}_failed": f"{type(e).__name__}: {e}".splitlines()[0][:120]}
     host = {"graph_host_us": host_microseconds(graph.replay)} if name == "fwd" else {}
     return {f"graph_{name}": milliseconds(graph.replay, budget=budget)} | host
