@@ -242,10 +242,11 @@ def test_dplr_begins_early(monkeypatch, fall):
     assert all(x == (fall < 0.1) for x in heard)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["tickets", "own numbers"])
+@pytest.mark.parametrize("own", [False, True], ids=["tickets, two launches", "own numbers, one launch"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_kda(monkeypatch, waits, own):
     monkeypatch.setattr(kda_launches, "side_by_side", lambda programs, device: own)
+    monkeypatch.setattr(kda_launches, "TOKENS", 10**6 if own else 0)
     q, k, v, beta = draw(300, 1, 1)
     g = -0.002 * torch.rand(1, 300, 1, 128) if waits else -5 * torch.sigmoid(torch.randn(1, 300, 1, 128))
     S0, dS, do = torch.randn(1, 1, 128, 128), torch.randn(1, 1, 128, 128), torch.randn_like(v)
@@ -256,6 +257,32 @@ def test_kda(monkeypatch, waits, own):
     found = check(reference.kda, [q, k, v, g, beta], None, got, S0, do, dS)
     # where gates forget, what a token reads of its own write is most of it, and no factor's rounding is in that
     assert waits or max(found[n] for n in ("o", "q", "beta")) < 2.4e-3, found
+
+
+def test_what_kda_forgets_is_what_its_bound_says():
+    """Spans whose last chunk forgets, whose two last do (by the product of their bounds, or not: two channels are slow
+    in a chunk each), and that do not forget; keys hand the state from channel to channel."""
+    T, H = 64, 5
+    q, k, v, beta = draw(T, H, H)
+    k[..., :2] = 0  # what these channels hold stays there
+    g = torch.full((1, T, H, 128), -4.0)
+    g[:, :, 1] = -1.1
+    g[:, 32:48, 2, 0] = g[:, 48:, 2, 1] = 0
+    g[:, 32:, 3, 0] = 0
+    g[:, :, 4] = -0.002
+    maps = across.KDA.maps(kda_launches.KDACall.of(Inputs(q, k, v, g, beta), None, 1.0, H))
+
+    def forgets(tokens: int, h: int) -> bool:
+        u = torch.ones(128, dtype=torch.float64)
+        for t in range(T - tokens, T):
+            u = u * g[0, t, h].double().exp()
+            size = k[0, t, h].double().abs()
+            u = u + beta[0, t, h].double() * size * (size @ u)
+        return u.max().item() < 2.0**-30
+
+    by = [forgets(16, h) + forgets(32, h) for h in range(H)]
+    assert by == [2, 1, 1, 0, 0]
+    assert maps.zero.flatten().tolist() == [min(n, 1) for n in by]
 
 
 FAULTY = """
