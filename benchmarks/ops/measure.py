@@ -148,12 +148,13 @@ def peak(call: Callable[[], Any]) -> float:
 
 def graph_times(call: Callable[[], Any], name: str, budget: float = 0.1) -> dict[str, Any]:
     """A call captured: ms of a replay, µs of the host for one of a forward; or why it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph):
             call()
     except Exception as e:
         torch.cuda.synchronize()
+        torch.cuda.set_stream(stream)  # which a capture that failed does not give back
         with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros((), device="cuda")  # else PyTorch's generator stays in the capture that failed, and draws raise
         return {f"graph_{name}_failed": f"{type(e).__name__}: {e}".splitlines()[0][:120]}

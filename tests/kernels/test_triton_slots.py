@@ -60,14 +60,14 @@ def test_bf16_errs_as_a_loop(monkeypatch, backend):
 
 @pytest.mark.parametrize("cu", [None, (0, 40, 41, 150)])
 @pytest.mark.parametrize("replayed", [False, True])
-@pytest.mark.parametrize(("write", "strong"), [("additive", 1), ("additive", 64), ("delta", 1)])
-def test_the_gradient_of_queries_alone(cu, replayed, write, strong):
+@pytest.mark.parametrize(("write", "strong", "HK"), [("additive", 1, 2), ("additive", 64, 1), ("delta", 1, 2)])
+def test_the_gradient_of_queries_alone(cu, replayed, write, strong, HK):
     """What the other side of a state reads: the same as beside all other gradients, in the first call and the next;
-    also where chunks need levels."""
+    also where chunks need levels, and value heads share queries."""
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
     B, T, N = (2, 150, 1) if cu is None else (1, 150, 3)
-    q, k, g = draw(B, T, 2, 20), draw(B, T, 2, 20), -strong * draw(B, T, 2, 20).abs() / 8
+    q, k, g = draw(B, T, HK, 20), draw(B, T, HK, 20), -strong * draw(B, T, 2, 20).abs() / 8
     v, do, S0 = draw(B, T, 2, 36), draw(B, T, 2, 36), draw(B, N, 2, 20, 36)
     offsets = None if cu is None else torch.tensor(cu)
     beta = draw(B, T, 2).sigmoid() if write == "delta" else None

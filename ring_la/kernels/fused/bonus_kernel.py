@@ -102,5 +102,5 @@ def backward(
     """Gradients of r, k, v and u."""
     dr, dk, dv, du = _gradients(do, r, k, v, u, scale)
     if r.shape[2] != v.shape[2]:
-        dr, dk = summed(dr, dk, r.shape[2], (r.dtype, k.dtype))
+        dr, dk = summed((dr, dk), r.shape[2], (r.dtype, k.dtype))
     return dr, dk, dv, du.sum(0).to(u.dtype)

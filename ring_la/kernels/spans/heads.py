@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,27 +28,31 @@ def _sum(x, out, row, count, G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=("count",))
-def sum_kernel(x, y, x_out, y_out, count, G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """Groups of G rows of K channels to one each, of x and of y; the last first, which the L2 cache still holds."""
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
-    if tl.program_id(0) == 0:
+def sum_kernel(
+    x, y, x_out, y_out, count, EACH: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Groups of G rows of K channels to one each, of x and (EACH 2) of y; the last first, which L2 may hold."""
+    i = tl.num_programs(0) // EACH - 1 - tl.program_id(0) // EACH
+    row = i.to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    if tl.program_id(0) % EACH == 0:
         _sum(x, x_out, row, count, G, K, BR, BK)
     else:
         _sum(y, y_out, row, count, G, K, BR, BK)
 
 
-def summed(dq: Tensor, dk: Tensor, heads: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
-    """Gradients of q and k ``[B, T, H, K]`` to ``[B, T, heads, K]`` in `dtypes`, summed in fp32."""
-    B, T, H, K = dq.shape
-    dq_out, dk_out = (torch.empty(B, T, heads, K, dtype=dtype, device=dq.device) for dtype in dtypes)
+def summed(grads: Sequence[Tensor], heads: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """One or two gradients ``[B, T, H, K]`` to ``[B, T, heads, K]`` in `dtypes`, summed in fp32."""
+    B, T, H, K = grads[0].shape
+    out = [torch.empty(B, T, heads, K, dtype=dtype, device=grads[0].device) for dtype in dtypes]
     if count := B * T * heads:
         BK = power_of_2(K)
         BR = max(1, ELEMENTS // BK)
+        x, y = (aligned(grads[i]) for i in (0, -1))
         launch(
-            sum_kernel, (2, cdiv(count, BR)), aligned(dq), aligned(dk), dq_out, dk_out, count, G=H // heads, K=K, BR=BR,
-            BK=BK,
+            sum_kernel, (len(out) * cdiv(count, BR),), x, y, out[0], out[-1], count, EACH=len(out), G=H // heads, K=K,
+            BR=BR, BK=BK,
         )  # fmt: skip
-    return dq_out, dk_out
+    return out
 
 
 def by_key_head(grads: Inputs, heads: int) -> Inputs:
@@ -54,5 +60,5 @@ def by_key_head(grads: Inputs, heads: int) -> Inputs:
     q, k = grads.q, grads.k
     if q.shape[2] == heads:
         return grads
-    dq, dk = summed(q, k, heads, (q.dtype, k.dtype))
+    dq, dk = summed((q, k), heads, (q.dtype, k.dtype))
     return grads._replace(q=dq, k=dk)

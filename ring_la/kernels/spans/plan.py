@@ -234,10 +234,11 @@ class SpanPlan:
     def as_given(self, given: Inputs, grads: Inputs) -> Inputs:
         """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
         B, T, _, HK, K, _ = self.sizes
-        if grads.q is not None and grads.k is not None and grads.k.numel() != given.k.numel():  # or of pairs of them
-            q, k = (x.view(B, T, -1, K) for x in (grads.q, grads.k))
-            q, k = summed(q, k, HK, (given.q.dtype, given.k.dtype))
-            grads = grads._replace(q=q, k=k)
+        known = [(n, getattr(given, n), getattr(grads, n)) for n in ("q", "k")]
+        shared = [(n, x.dtype, y.view(B, T, -1, K)) for n, x, y in known if y is not None and y.numel() != x.numel()]
+        if shared:  # they are of value heads, or of pairs of them
+            names, dtypes, each = zip(*shared)
+            grads = grads._replace(**dict(zip(names, summed(each, HK, dtypes))))
         return Inputs(*(None if x is None or grad is None else grad.to(x.dtype) for x, grad in zip(given, grads)))
 
 
