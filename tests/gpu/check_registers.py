@@ -43,7 +43,7 @@ from ring_la.kernels.spans import plan, table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.runs import Runs
 from tests.gpu.test_triton import cases
-from tests.support.arrived import silent
+from tests.support.line_of_ranks import groups
 from tests.support.triton_cases import RULES, Case
 
 TYPES = {
@@ -211,7 +211,7 @@ def links() -> Iterator[tuple[str, list]]:
     """Those of a link of the ring under dense maps: first, in the middle, last, of a rank's own states and packed."""
     from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 
-    group = silent(torch.device("cpu"))
+    (group,) = groups(1, torch.device("cpu"))
     group.mailboxes.constants["CLOCK"] = True
     ends = Hop(None, 1, False), Hop(1, 1, True), Hop(1, None, False), Hop(None, 1, True, earlier=0)
     for K, V in ((128, 128), (16, 16), (64, 128), (256, 128)):

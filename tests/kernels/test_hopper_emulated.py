@@ -20,12 +20,11 @@ interpreted()
 
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
+from ring_la.kernels.protocol import Inputs  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
-from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from ring_la.kernels.wy.zeros import ZEROS  # noqa: E402
-from tests.support.arrived import Arrived  # noqa: E402
+from tests.support import line_of_ranks  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
@@ -125,39 +124,18 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
 
 @pytest.mark.parametrize("name", ["delta", "kda"])
 def test_states_from_other_shards(name):
-    """Of uneven lengths, in a line: each takes what the one before it leaves, and backward. One head forgets. The first
-    shard ends a document, and begins the other one."""
-    cuts, cu, H, N = (0, 90, 210, 290), (0, 30, 290), 2, 2
+    """Of uneven lengths, in a line: each takes what the one before it sends, and backward. One head forgets. The first
+    shard ends a document, and begins the other one, which ends in the last, before a third."""
+    cuts, cu, H = (0, 90, 210, 300, 390), (0, 30, 340, 390), 2
     function, kernels, decay = {
         "delta": (reference.gated_delta_rule, across.DELTA, "scalar"), "kda": (reference.kda, across.KDA, "diagonal")
     }[name]  # fmt: skip
     q, k, v, beta = draw(cuts[-1], H, 1)
     g = F.logsigmoid(torch.randn(1, cuts[-1], H, 128)) * torch.tensor([2.0, 0.02])[:, None]
     x = {"q": q, "k": k, "v": v, "g": g if decay == "diagonal" else g[..., 0], "beta": beta}
-    S0, dS, do = torch.randn(1, N, H, 128, 128), torch.randn(1, N, H, 128, 128), torch.randn_like(v)
-    parts = [slice(*ends) for ends in zip(cuts, cuts[1:])]
-    shards = [
-        ScannedSpans.of(kernels, Rule("delta", decay), Inputs(**{n: t[:, p].contiguous() for n, t in x.items()}),
-                        torch.tensor((0, 30, 90), dtype=torch.int32) if i == 0 else None, 128**-0.5, OutputUse(True))
-        for i, p in enumerate(parts)
-    ]  # fmt: skip
-    outs, entered, S, at_border = [], [], S0, 1
-    summaries = [shard.summary(S0 if i == 0 else None, True) for i, shard in enumerate(shards)]
-    for i, (shard, summary) in enumerate(zip(shards, summaries)):
-        entered.append(S)
-        outs.append(shard.output(None, border=Arrived(S, dS)) if i == at_border else shard.output(S, summary))
-        left = summary.leaving[:, -1:]
-        S = left if i == 0 else summary.transition[:, -1:] @ S + left
-    backs = [Backward(S, do[:, p].contiguous(), out.saved) for S, p, out in zip(entered, parts, outs)]
-    came, adjoints, found = dS[:, -1:], [shard.adjoint(b, None) for shard, b in zip(shards, backs)], []
-    for i in (2, 1, 0):
-        end = torch.cat([dS[:, :-1], came], 1) if i == 0 else came
-        border, adjoint = (Arrived(S, end), None) if i == at_border else (None, adjoints[i])
-        found.insert(0, shards[i].gradients(backs[i], end, adjoint, border))
-        came = summaries[i].transition[:, -1:].mT @ came + adjoints[i].entering[:, -1:]
-    S = torch.cat([outs[0].leaving[:, :-1], outs[-1].leaving], 1)
-    got = {"o": torch.cat([out.o for out in outs], 1), "S": S, "S0": found[0].entering}
-    got |= {n: torch.cat([getattr(grads.inputs, n) for grads in found], 1) for n in x}
+    (S0, dS), do = torch.randn(2, 1, len(cu) - 1, H, 128, 128), torch.randn_like(v)
+    got = line_of_ranks.results(kernels, Rule("delta", decay), x, cuts, cu, S0, do, dS)
+    got = {n: got[n] for n in ("o", "S", "S0", *x)}
     check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
 
 

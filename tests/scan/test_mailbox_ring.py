@@ -13,10 +13,10 @@ from ring_la.algebra import Affine, transpose
 from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
 from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
-from tests.support.arrived import silent
 from tests.support.chain_maps import maps, serial
 from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
+from tests.support.line_of_ranks import groups
 from tests.support.pool import group
 
 interpreted()
@@ -141,13 +141,14 @@ def test_every_choice_of_spans_that_forget(reverse, gets):
     """What is flagged is not read; forward what enters a span behind one is not asked for."""
     torch.manual_seed(0)
     A, b, x = torch.randn(SPANS, K, K) / K**0.5, torch.randn(SPANS, K, K), torch.randn(K, K)
+    (alone,) = groups(1, x.device)
     for flagged, final in itertools.product(FLAGGED, (False, True)):
         zero = torch.zeros(SPANS, dtype=torch.int32)
         zero[list(flagged)] = 1
         spans = (t[None, :, None] for t in (A.masked_fill(zero[:, None, None].bool(), torch.nan), b, zero))
         entering, leaving = torch.full((1, SPANS, 1, K, K), torch.nan), torch.full((1, 1, 1, K, K), torch.nan)
         states = LinkStates(x[None, None, None] if gets else None, entering, leaving if final else None)
-        launch_dense(silent(x.device), DenseMaps(*spans), states, Hop(None, None, True, earlier=0), reverse=reverse)
+        launch_dense(alone, DenseMaps(*spans), states, Hop(None, None, True, earlier=0), reverse=reverse)
         want, left = through_spans(A, b, zero, x if gets else torch.zeros_like(x), reverse)
         asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
         assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, final)
