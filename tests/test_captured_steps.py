@@ -341,7 +341,7 @@ def check_told_at_once(rank: int) -> tuple[str, float]:
 
 
 TOLD = "as far as the end of its capture", "disagree", "this group is of no more use"
-"""What ranks say that are ahead of the one whose capture broke, beside it, and so late that another has sent already."""
+"""What ranks say that are ahead of the one whose capture broke, beside it, and so late that another has sent."""
 
 
 def test_ranks_elsewhere_are_told_at_once(ranks):
