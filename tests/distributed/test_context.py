@@ -32,7 +32,7 @@ def shard(layout, x):
 
 
 ENDING = """
-import atexit, pathlib
+import atexit, pathlib, time
 
 def threads():
     return [t.read_text().strip() for t in pathlib.Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop")
@@ -41,8 +41,10 @@ atexit.register(lambda: print("left", threads()))  # runs last
 import torch, torch.distributed as dist, ring_la
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 cp = ring_la.ContextParallel()
-for _ in range(4):
-    dist.all_reduce(torch.ones(1))  # by gloo's threads, which are there then
+dist.all_reduce(torch.ones(1))
+began = time.monotonic()
+while threads() < 2 and time.monotonic() - began < 60:  # gloo's, which have a name once they run
+    time.sleep(0.01)
 assert threads() == 2
 dist.destroy_process_group()
 """
