@@ -158,6 +158,9 @@ class SpanMaps(NamedTuple):
             ``[B, NS, H, K, K]``; None for the identity.
         all: of every span; False: without those that no later span of this rank needs.
         zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
+        mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where what leaves a piece that ends with one
+            has been sent to the next rank, and who goes over one that is first takes what comes (`Border.mail`). None:
+            `Border.spans` sees to all states.
     """
 
     kind: Transition
@@ -165,6 +168,17 @@ class SpanMaps(NamedTuple):
     transition: Tensor | None
     all: bool
     zero: Tensor | None = None
+    mailed: Tensor | None = None
+
+
+class Mail(Protocol):
+    """What kernels take that send states or receive them themselves: of what leaves a piece, and of what comes to one;
+    empty where nothing does."""
+
+    @property
+    def leaves(self) -> tuple[Tensor | int, ...]: ...
+    @property
+    def comes(self) -> tuple[Tensor | int, ...]: ...
 
 
 class Border(Protocol):
@@ -185,6 +199,11 @@ class Border(Protocol):
     whole: tuple[bool, bool]
     sends: tuple[bool, bool]
     carries: tuple[bool, bool]
+
+    def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
+        """That of so many states [K, V], for those who find `SpanMaps.mailed` and who go over the spans behind; None:
+        `spans` sees to all states."""
+        ...
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,

@@ -198,12 +198,12 @@ def link_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
-    A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
+    A, b_, zero, mailed, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
     rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr, FORWARDS: tl.constexpr,
-    KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr,
-    ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
+    KNOWN: tl.constexpr, MAILED: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr,
+    KEEPS: tl.constexpr, ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr,
+    LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
     A piece has a span at least.
@@ -211,6 +211,8 @@ def dense_link_kernel(
     GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
     one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
     one begins from zero.
+    MAILED: where the last span forgets what enters it (`mailed` [B, NS, H]), a launch before has sent what leaves;
+    where the first one's transition is 0, one behind takes what comes. Each unit has a lane of its own then.
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """
@@ -225,6 +227,12 @@ def dense_link_kernel(
     lo, count = spans_of(first, piece, NS, VARLEN)
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
+    if MAILED and RECEIVES and not KEEPS:
+        spans = (lane // UNITS // H * NS + lo) * H + lane // UNITS % H
+        _, _, forget = zeros_of(mailed, spans, count, H, REVERSE, FLAGS)
+        _, _, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
+        if (forget == count) & (many == count):  # no span wants what enters it from here
+            return
     for u in range(lane.to(tl.int64), rows * UNITS, LANES):
         row = u // UNITS
         v = (u % UNITS) * UNIT + tl.arange(0, UNIT)
@@ -241,6 +249,13 @@ def dense_link_kernel(
         elif KNOWN:
             nil, end, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
         early = nil < count
+        free = lane >= 0
+        stays = lane < 0
+        if MAILED:
+            if RECEIVES:
+                stays = nil == 0
+            if SENDS:
+                free = tl.load(mailed + spans + (0 if REVERSE else count - 1) * H) == 0
         left = tl.zeros([BK, UNIT], tl.float32)
         if early:
             left = tl.load(b_ + (spans + (count - 1 - end if REVERSE else end) * H) * K * V + at, live, other=0.0)
@@ -249,9 +264,9 @@ def dense_link_kernel(
                     left, b_, A, entering, spans, end + 1, count, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT,
                     False, ENTERS, REVERSE,
                 )  # fmt: skip
-        free = True
         if SENDS:
-            free = _claim(give, target, broken, report, patience, CLOCK)
+            if free:
+                free = _claim(give, target, broken, report, patience, CLOCK)
         if early:
             if SENDS:
                 _put(there, unit, left, live, free)
@@ -276,7 +291,8 @@ def dense_link_kernel(
                 _put(there, unit, left, live, free)
         x = tl.zeros([BK, UNIT], tl.float32)
         if RECEIVES:
-            x = _take(here, unit, live, source, broken, report, patience, CLOCK)
+            if not stays:
+                x = _take(here, unit, live, source, broken, report, patience, CLOCK)
         if HAS_BEFORE:
             x = tl.load(before + ((row // H * N + earlier) * H + row % H) * K * V + at, live, other=0.0)
         if FORWARDS:
@@ -295,7 +311,7 @@ def dense_link_kernel(
             p = 1
             if ENTERS:
                 tl.store(entering + head * K * V + at, x, live)
-        if stop >= p:
+        if (stop >= p) & ~stays:
             S = products(
                 S, b_, A, entering, spans, p, stop, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, ENTERS,
                 REVERSE,
@@ -309,4 +325,5 @@ def dense_link_kernel(
                 if KEEPS:
                     tl.store(leaving + line * K * V + at, S, live)
         if RECEIVES:
-            _give_back(get, here, unit, x, live)
+            if not stays:
+                _give_back(get, here, unit, x, live)

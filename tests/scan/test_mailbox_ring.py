@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ring_la.algebra import Affine, transpose
+from ring_la.comm.copy_kernel import UNSENT
 from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
 from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
@@ -153,3 +154,40 @@ def test_every_choice_of_spans_that_forget(reverse, gets):
         asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
         assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, final)
         assert not final or torch.allclose(leaving[0, 0, 0], left, atol=1e-4), (flagged, final)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_other_launches_send_and_take(reverse):
+    """Where the last span forgets the link sends nothing, and where the first one's transition is 0 it takes nothing."""
+    torch.manual_seed(0)
+    A, b, x = torch.randn(SPANS, K, K) / K**0.5, torch.randn(SPANS, K, K), torch.randn(1, 1, 1, K, K)
+    before, middle, behind = groups(3, x.device)
+    first, last = (SPANS - 1, 0) if reverse else (0, SPANS - 1)
+    for flagged in FLAGGED:
+        zero, forgets = (torch.zeros(SPANS, dtype=torch.int32) for _ in range(2))
+        zero[list(flagged)] = 1
+        for more in ((), range(SPANS), (last,)) if reverse else ((),):
+            forgets[:] = zero
+            forgets[list(more)] = 1
+            came, gone, entering = (torch.full((1, n, 1, K, K), torch.nan) for n in (1, 1, SPANS))
+            launch_dense(before, DenseMaps(None, x), LinkStates(None, None, None), Hop(None, 1, True))
+            spans = (t[None, :, None] for t in (A.masked_fill(zero[:, None, None].bool(), torch.nan), b, zero))
+            maps = DenseMaps(*spans, mailed=forgets[None, :, None])
+            launch_dense(middle, maps, LinkStates(None, entering, None), Hop(0, 2, True), reverse=reverse)
+            if zero[first]:  # it is there still
+                launch_dense(middle, DenseMaps(None, x), LinkStates(None, came, None), Hop(0, None, False))
+                assert torch.equal(came, x), flagged
+            want, left = through_spans(A, b, zero, x[0, 0, 0], reverse)
+            if not forgets[last]:
+                launch_dense(behind, DenseMaps(None, x), LinkStates(None, gone, None), Hop(1, None, False))
+                assert torch.allclose(gone[0, 0, 0], left, atol=1e-4), flagged
+            asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
+            asked = [s for s in asked if s != first or not zero[s]] if not (zero & forgets).all() else []
+            assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, more)
+            assert not any(g.mailboxes.late() for g in (before, middle, behind)), (flagged, more)
+            lanes = middle.mailboxes.lanes[1]
+            for g in (before, middle, behind):
+                words = g.mailboxes.own[lanes.skip :]
+                flags, rooms = words.split([3 * lanes.count * 8, len(words) - 3 * lanes.count * 8])
+                assert not flags.any(), "all lanes are given back"
+                assert (rooms == UNSENT.value).all(), "nothing is left"

@@ -5,6 +5,9 @@
 #define OUTER a.length
 #include "spans.cuh"
 #include "maps.cuh"
+#if MAILED
+#include "mail.cuh"
+#endif
 
 #define GROUP 4 // tokens whose factors are made together
 #define FORGOTTEN 9.3e-10f // 2^-30
@@ -18,8 +21,9 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS, forward:
-                         // whether spans' transitions are 0 and not written, [count, H]
+  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS:
+                         // whether spans forget what enters them, [count, H], forward those whose transitions are 0 and not written, which
+                         // `given` and MAILED means
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS: spans' transitions, [count, H, K, K]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
@@ -29,6 +33,9 @@ struct Args {
   int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int side_by_side;      // whether all programs run at once
   float scale;
+#if MAILED
+  Mail mail;             // MAPS: of what leaves a piece; `given`: of what enters it
+#endif
 };
 
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }

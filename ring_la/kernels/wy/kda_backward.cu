@@ -666,6 +666,11 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
 #else
   const int skip = decide(a, x, y, s, h, base + SAID, w, lane);
 #endif
+#if MAILED
+  if (x.last && is_mailed(a, x) && a.flags[s * a.H + h])  // no span before it wants what enters
+    receive(S, a.mail, lane_of(a, x, h), w, lane);
+  else
+#endif
   if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
@@ -704,13 +709,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
   const Reach r = reach(a, x, m, false, base + SAID, lane);
+  if (a.flags && tid == 0) a.flags[m.s * a.H + m.h] = !r.whole;
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);
   } else {
     registers_up<200>();
+#if MAILED
+    const bool sends = x.first && !r.whole && is_mailed(a, x);
+    if (sends) claim(a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
+#endif
     find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
       walk(S, b, m.h, x.begin, x.end, c, c + r.n, 0, c + r.n, base, w, lane);
+#if MAILED
+      if (sends) send(S, a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
+#endif
     });
   }
 #else

@@ -153,6 +153,14 @@ INLINE int load_acquire(const int* p) {
   return *(volatile const int*)p;
 }
 INLINE void store_release(int* p, int x) { machine::written_before(); *(volatile int*)p = x; machine::it().progress++; }
+INLINE u32 load_anywhere(const u32* p) { return *(volatile const u32*)p; }
+INLINE int swap_anywhere(int* p, int from, int to) {
+  const int x = *(volatile int*)p;
+  if (x == from) *(volatile int*)p = to;
+  return x;
+}
+INLINE void store_release_anywhere(int* p, int x) { *(volatile int*)p = x; machine::it().progress++; }
+INLINE u64 nanoseconds() { return (u64)std::chrono::steady_clock::now().time_since_epoch().count(); }
 template <int N> INLINE void registers_down() {}
 template <int N> INLINE void registers_up() {}
 
