@@ -228,10 +228,10 @@ def dense_link_kernel(
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
     if MAILED and RECEIVES and not KEEPS:
-        spans = (lane // UNITS // H * NS + lo) * H + lane // UNITS % H
-        _, _, forget = zeros_of(mailed, spans, count, H, REVERSE, FLAGS)
-        _, _, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
-        if (forget == count) & (many == count):  # no span wants what enters it from here
+        only = (lane // UNITS // H * NS + lo) * H + lane // UNITS % H
+        _, _, forget = zeros_of(mailed, only, count, H, REVERSE, FLAGS)
+        _, _, cleared = zeros_of(zero, only, count, H, REVERSE, FLAGS)
+        if (forget == count) & (cleared == count):  # no span wants what enters it from here
             return
     for u in range(lane.to(tl.int64), rows * UNITS, LANES):
         row = u // UNITS
