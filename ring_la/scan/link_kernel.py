@@ -216,6 +216,8 @@ def dense_link_kernel(
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """
+    if CLOCK:
+        tl.extra.cuda.gdc_launch_dependents()
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     GETS: tl.constexpr = RECEIVES or HAS_BEFORE
     ENDS: tl.constexpr = KEEPS or (SENDS and not FORWARDS)

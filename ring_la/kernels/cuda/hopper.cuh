@@ -155,10 +155,9 @@ INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 // The same where other devices read and write, too
-INLINE u32 load_anywhere(const u32* p) {
-  u32 x;
-  asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
+INLINE void load_anywhere(u32* r, const u32* p) {
+  asm volatile("ld.relaxed.sys.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p) : "memory");
 }
 INLINE int swap_anywhere(int* p, int from, int to) {  // what was there
   int x;

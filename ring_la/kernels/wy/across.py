@@ -187,7 +187,8 @@ class KDASpans:
         self, call: KDACall, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
     ) -> tuple[Tensor, Saved]:
         o = torch.empty_like(call.inputs.v)
-        call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, maps, mail))
+        passing = _given(entering, maps, mail)
+        call.launch("forward", _heads(call), o, (None, None), passing=passing, early=mail is not None)
         return o, (entering,) if keep else ()
 
     def added_back(self, call: KDACall, saved: Saved, do: Tensor, mail: Mail | None) -> tuple[Tensor, Tensor | None]:
@@ -215,13 +216,14 @@ class KDASpans:
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
             if prepared is None:
                 self._chunks(call, saved, heads, kept)
-            call.launch("backward", heads, None, (None, None), kept, further, _given(entering, maps, mail))
+            passing, early = _given(entering, maps, mail), mail is not None and prepared is not None
+            call.launch("backward", heads, None, (None, None), kept, further, passing, early)
         return by_key_head(to, call.inputs.q.shape[2])
 
     def _chunks(self, call: KDACall, saved: Saved, heads: range, room: tuple[Tensor, Tensor]) -> None:
         """States before chunks and what these write, of some heads."""
         (before,) = saved
-        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True))
+        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True), early=True)
 
 
 DELTA, KDA = DeltaSpans(), KDASpans()

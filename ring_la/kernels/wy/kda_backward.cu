@@ -667,9 +667,8 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   const int skip = decide(a, x, y, s, h, base + SAID, w, lane);
 #endif
 #if MAILED
-  if (x.last && is_mailed(a, x) && a.flags[s * a.H + h])  // no span before it wants what enters
-    receive(S, a.mail, lane_of(a, x, h), w, lane);
-  else
+  if (uniform(x.last && is_mailed(a, x) && a.flags[s * a.H + h]))  // no span before it wants what enters
+    receive(a.states + ((u64)s * a.H + h) * (D * D), a.mail, lane_of(a, x, h), w, lane);
 #endif
   if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
@@ -716,15 +715,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   } else {
     registers_up<200>();
 #if MAILED
-    const bool sends = x.first && !r.whole && is_mailed(a, x);
+    const bool sends = uniform(x.first && !r.whole && is_mailed(a, x));
     if (sends) claim(a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
 #endif
     find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
       walk(S, b, m.h, x.begin, x.end, c, c + r.n, 0, c + r.n, base, w, lane);
-#if MAILED
-      if (sends) send(S, a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
-#endif
     });
+#if MAILED
+    if (sends) send(a.states + ((u64)m.s * a.H + m.h) * (D * D), a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
+#endif
   }
 #else
   int s, h;

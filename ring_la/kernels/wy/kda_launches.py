@@ -152,9 +152,10 @@ class KDACall:
     def launch(
         self, name: str, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
         kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), further: tuple[Tensor | None, ...] = (),
-        passing: Passing | None = None,
+        passing: Passing | None = None, early: bool = False,
     ) -> None:  # fmt: skip
-        """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
+        """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward).
+        `early`: it may begin before the launch before it has ended (`CudaKernel.early`)."""
         H, count, x = self.inputs.v.shape[2], self.count, self.inputs
         ahead = self.ahead and passing is None
         passing = Passing(self.new(count, H, HEAD, HEAD)) if passing is None else passing
@@ -168,7 +169,7 @@ class KDACall:
             self.scale, *passing.mail, *further,
         )  # fmt: skip
         mailed = bool(passing.mail)
-        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits, mailed=mailed)(*arguments)
+        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits or early, mailed=mailed)(*arguments)
         if ahead:
             kernel(name, *self.defines, deferred=True)(*arguments)
 

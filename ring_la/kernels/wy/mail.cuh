@@ -5,6 +5,7 @@
 #include "spans.cuh"
 
 #define UNSENT 0x7fff5a5au // a word that has not come (comm/copy_kernel.py)
+#define NEITHER 0x7fffffffu // another NaN
 #define COLUMNS 32         // of a unit
 
 struct Mail {
@@ -24,13 +25,12 @@ template <class Args> INLINE int lane_of(const Args& a, const Span& x, int h) { 
 INLINE int* flag_of(const Mail& m, int sender, int receiver, int i) {
   return m.own + m.away[sender] * 4 + m.skip + (u64)(receiver * m.lanes + i) * m.flag;
 }
-// This warp's first words of a lane's room, in the memory of who receives
-INLINE u32* words_of(const Mail& m, int sender, int receiver, int i, int w, int lane) {
-  const u64 room = (u64)m.ranks * m.lanes * m.flag + (u64)(sender * m.lanes + i) * m.room;
-  return (u32*)m.own + m.away[receiver] * 4 + m.skip + room + 2 * (lane & 3) * COLUMNS + (w & 1) * 16 + (lane >> 2);
+// A lane's room, in the memory of who receives
+INLINE u32* room_of(const Mail& m, int sender, int receiver, int i) {
+  return (u32*)m.own + m.away[receiver] * 4 + m.skip + (u64)m.ranks * m.lanes * m.flag + (u64)(sender * m.lanes + i) * m.room;
 }
-// Word j of tile nt of a state as warps hold it
-INLINE constexpr int word(int nt, int j) { return (nt * 8 + (j & 1)) * COLUMNS + (j >> 1) * 8; }
+// Of 16 bytes i of a state [K, V], as 256 threads go over them: unit i / 1024, where in that, and where in the state
+INLINE int place(int i) { return (i >> 3 & 127) * D + (i >> 10) * COLUMNS + (i & 7) * 4; }
 
 INLINE void mark_late(const Mail& m) {
   m.broken[m.peer] = 1;
@@ -40,51 +40,64 @@ INLINE u64 patience_of(const Mail& m) { return *(volatile int*)&m.broken[m.peer]
 
 // Take the lanes from `first` on, of a state that `send` puts there; by eight warps. To `said`: which were given back in time.
 INLINE void claim(const Mail& m, int first, u32 said, int w, int lane) {
-  if ((w & 1) || lane) return;
-  int* const flag = flag_of(m, m.me, m.peer, first + (w >> 1));
+  if (w) return;
+  int* const flag = flag_of(m, m.me, m.peer, first + (lane & 3));
   const u64 start = nanoseconds(), patience = patience_of(m);
-  bool mine = swap_anywhere(flag, 0, 1) == 0;
-  while (!mine && nanoseconds() - start < patience) mine = swap_anywhere(flag, 0, 1) == 0;
+  bool mine = lane >= D / COLUMNS || swap_anywhere(flag, 0, 1) == 0;
+  while (__any_sync(~0u, !mine && nanoseconds() - start < patience))  // a warp agrees
+    if (!mine) mine = swap_anywhere(flag, 0, 1) == 0;
   if (!mine) mark_late(m);
-  sts32(said + (w >> 1) * 4, mine);
+  if (lane < D / COLUMNS) sts32(said + lane * 4, mine);
 }
-INLINE void send(const float (&S)[16][4], const Mail& m, int first, u32 said, int w, int lane) {
-  between_warps();  // lanes are taken
-  if (!lds32(said + (w >> 1) * 4)) return;
-  u32* const to = words_of(m, m.me, m.peer, first + (w >> 1), w, lane);
+// A state [K, V] that these warps have stored.
+INLINE void send(const float* from, const Mail& m, int first, u32 said, int w, int lane) {
+  between_warps();  // it is there, and lanes are taken
+#pragma unroll 4
+  for (int j = 0; j < 16; j++) {
+    const int i = j * 256 + w * 32 + lane, unit = i >> 10;
+    const float4 y = *(const float4*)(from + place(i));
+    u32 x[4] = {__float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w)};
 #pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const u32 x = __float_as_uint(S[nt][j]);
-      to[word(nt, j)] = x == UNSENT ? 0x7fffffffu : x;
-    }
+    for (int e = 0; e < 4; e++)
+      if (x[e] == UNSENT) x[e] = NEITHER;
+    if (lds32(said + unit * 4)) stg128(room_of(m, m.me, m.peer, first + unit) + (i & 1023) * 4, x);
+  }
 }
 
-// A state, as soon as all of it has come: what has not in time is NaN. Its lanes are given back. By eight warps.
-INLINE void receive(float (&S)[16][4], const Mail& m, int first, int w, int lane) {
-  u32* const from = words_of(m, m.peer, m.me, first + (w >> 1), w, lane);
+// A state [K, V], as soon as all of it has come, for these warps to read: what has not in time is NaN. Its lanes are given back. By
+// eight warps.
+INLINE void receive(float* to, const Mail& m, int first, int w, int lane) {
   const u64 start = nanoseconds(), patience = patience_of(m);
-  for (bool late = false, missing = true; missing;) {
-    missing = false;
+#pragma unroll 1
+  for (int j = 0; j < 16; j += 8) {
+    u32 x[8][4];
+    for (bool late = false, missing = true; missing;) {
+      missing = false;
 #pragma unroll
-    for (int nt = 0; nt < 16; nt++)
+      for (int n = 0; n < 8; n++) {
+        const int i = (j + n) * 256 + w * 32 + lane;
+        load_anywhere(x[n], room_of(m, m.peer, m.me, first + (i >> 10)) + (i & 1023) * 4);
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const u32 x = load_anywhere(from + word(nt, j));
-        missing |= x == UNSENT;
-        S[nt][j] = __uint_as_float(x == UNSENT ? 0x7fffffffu : x);
+        for (int e = 0; e < 4; e++) missing |= x[n][e] == UNSENT;
       }
-    if (missing && late) {
-      mark_late(m);
-      break;
+      missing = __any_sync(~0u, missing);  // a warp agrees
+      if (missing && late) {
+        if (lane == 0) mark_late(m);
+        break;
+      }
+      late = __any_sync(~0u, nanoseconds() - start >= patience);
     }
-    late = nanoseconds() - start >= patience;
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const int i = (j + n) * 256 + w * 32 + lane;
+      const u32 none[4] = {UNSENT, UNSENT, UNSENT, UNSENT};
+      stg128(room_of(m, m.peer, m.me, first + (i >> 10)) + (i & 1023) * 4, none);
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (x[n][e] == UNSENT) x[n][e] = NEITHER;
+      stg128(to + place(i), x[n]);
+    }
   }
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) from[word(nt, j)] = UNSENT;
   between_warps();
-  if (!(w & 1) && lane == 0) store_release_anywhere(flag_of(m, m.peer, m.me, first + (w >> 1)), 0);
+  if (w == 0 && lane < D / COLUMNS) store_release_anywhere(flag_of(m, m.peer, m.me, first + lane), 0);
 }
