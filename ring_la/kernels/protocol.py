@@ -158,8 +158,8 @@ class SpanMaps(NamedTuple):
             ``[B, NS, H, K, K]``; None for the identity.
         all: of every span; False: without those that no later span of this rank needs.
         zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
-        mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where what leaves a piece that ends with one
-            has been sent to the next rank, and who goes over one that is first takes what comes (`Border.mail`). None:
+        mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where those who go over them send what leaves
+            a piece that ends with one, and take what comes to one whose transition is 0 (`Border.mail`). None:
             `Border.spans` sees to all states.
     """
 
@@ -171,14 +171,9 @@ class SpanMaps(NamedTuple):
     mailed: Tensor | None = None
 
 
-class Mail(Protocol):
-    """What kernels take that send states or receive them themselves: of what leaves a piece, and of what comes to one;
-    empty where nothing does."""
-
-    @property
-    def leaves(self) -> tuple[Tensor | int, ...]: ...
-    @property
-    def comes(self) -> tuple[Tensor | int, ...]: ...
+Mail = tuple[tuple[Tensor | int, ...], tuple[int, ...]]
+"""What kernels take that send and receive states themselves (`wy/mail.cuh`): the mailboxes, and where states go and come
+from. Between the two `SpanMaps.mailed`."""
 
 
 class Border(Protocol):
@@ -201,8 +196,8 @@ class Border(Protocol):
     carries: tuple[bool, bool]
 
     def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
-        """That of so many states [K, V], for those who find `SpanMaps.mailed` and who go over the spans behind; None:
-        `spans` sees to all states."""
+        """That of so many states [K, V], for those who go over the spans behind `spans`, which is told of
+        `SpanMaps.mailed`; None: it sees to all states."""
         ...
 
     def spans(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..comm import Group
 from ..kernels import SpanMaps
+from ..kernels.protocol import Mail
 from .chain import Chain
-from .mailbox_ring import DenseMaps, ElementwiseMaps, Hop, LinkStates, Mail, launch_dense, launch_spans, mail
+from .mailbox_ring import DenseMaps, ElementwiseMaps, Hop, LinkStates, launch_dense, launch_spans, mail
 
 if TYPE_CHECKING:
     from ..kernels.runtime.streams import SideStream

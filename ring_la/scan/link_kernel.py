@@ -211,13 +211,11 @@ def dense_link_kernel(
     GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
     one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
     one begins from zero.
-    MAILED: where the last span forgets what enters it (`mailed` [B, NS, H]), a launch before has sent what leaves;
-    where the first one's transition is 0, one behind takes what comes. Each unit has a lane of its own then.
+    MAILED: where the last span forgets what enters it (`mailed` [B, NS, H]), the launch behind sends what leaves; where
+    the first one's transition is 0, it takes what comes. Each unit has a lane of its own then.
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """
-    if CLOCK:
-        tl.extra.cuda.gdc_launch_dependents()
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     GETS: tl.constexpr = RECEIVES or HAS_BEFORE
     ENDS: tl.constexpr = KEEPS or (SENDS and not FORWARDS)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..algebra import Affine, Transition
 from ..comm import Group
+from ..kernels.protocol import Mail
 from .chain import Chain
 from .strategy import Link
 
@@ -89,9 +90,8 @@ class DenseMaps(NamedTuple):
         first: as of elementwise maps.
         through: transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole pieces, by which what
             comes by a message goes on by one; None: it goes through the spans first.
-        mailed: int32 ``[B, NS, H]``, which spans forget what enters them: what leaves a piece that ends with one has
-            been sent, and what comes to a span whose transition is 0 stays for the launch behind. None: the link sees
-            to all states.
+        mailed: int32 ``[B, NS, H]``, which spans forget what enters them: the launch behind sends what leaves a piece
+            that ends with one, and takes what comes to a span whose transition is 0. None: the link sees to all states.
     """
 
     A: Tensor | None
@@ -100,14 +100,6 @@ class DenseMaps(NamedTuple):
     first: Tensor | None = None
     through: tuple[Tensor, Tensor] | None = None
     mailed: Tensor | None = None
-
-
-class Mail(NamedTuple):
-    """What kernels take that send states or receive them themselves, as `mail.cuh` has it: of what leaves a piece, and
-    of what comes to one; empty where nothing does."""
-
-    leaves: tuple[Tensor | int, ...]
-    comes: tuple[Tensor | int, ...]
 
 
 def steps(
@@ -213,25 +205,17 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
 
 
 def mail(group: Group, hops: Sequence[Hop], states: tuple[int, int, int]) -> Mail | None:
-    """That of these launches for so many states [K, V], each in lanes of its own; None: the link sees to them all."""
+    """What `mail.cuh` takes of these launches, for so many states [K, V], each in lanes of its own; None: the link sees
+    to them all."""
     lanes, (rows, K, V) = group.mailboxes.lanes[1], states
-    comes, goes = ([hop for hop in hops if rank(hop) is not None] for rank in (_source, _target))
+    comes, goes = ([hop for hop in hops if getattr(hop, end) is not None] for end in ("source", "target"))
     if K * COLUMNS != lanes.room or V % COLUMNS or rows * V // COLUMNS > lanes.count or max(len(comes), len(goes)) > 1:
         return None
     boxes, (P, FLAG) = group.mailboxes, (group.mailboxes.constants[name] for name in ("P", "FLAG"))
-    memory = boxes.own, boxes.mailboxes, boxes.broken, boxes.report, lanes.skip, boxes.patience, group.rank
-    return Mail(*(
-        (*memory, rank(hop), hop.piece, P, lanes.count, lanes.room, FLAG, 0) if hop else ()
-        for hop, rank in ((goes and goes[0], _target), (comes and comes[0], _source))
-    ))  # fmt: skip
-
-
-def _source(hop: Hop) -> int | None:
-    return hop.source
-
-
-def _target(hop: Hop) -> int | None:
-    return hop.target
+    ranks = (comes[0].source if comes else -1), (goes[0].target if goes else -1)
+    pieces = (comes[0].piece if comes else 0), (goes[0].piece if goes else 0)
+    memory = boxes.own, boxes.mailboxes, boxes.broken, boxes.report, lanes.skip, boxes.patience
+    return memory, (group.rank, *ranks, *pieces, P, lanes.count, lanes.room, FLAG, 0)
 
 
 def _flags(states: LinkStates) -> dict[str, Any]:

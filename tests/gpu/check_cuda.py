@@ -48,7 +48,7 @@ def kernels() -> Iterator[CudaKernel]:
         ways: tuple[dict[str, bool], ...] = ({}, {"leaves": True}, {"deferred": True})
         for name, way in itertools.product(("forward", "states", "backward"), ways):
             yield kda_launches.kernel(name, gate, step, **way)
-        split: tuple[dict[str, bool], ...] = ({"maps": True}, {"maps": True, "mailed": True}, {"mailed": True})
+        split: tuple[dict[str, bool], ...] = ({"maps": True}, {"mailed": True})
         for name, way in itertools.product(("forward", "backward"), split):
             yield kda_launches.kernel(name, gate, step, **way)
 

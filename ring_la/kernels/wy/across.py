@@ -40,8 +40,8 @@ class SpanKernels(Protocol):
         left: how many tensors `output` leaves for the gradients.
         ahead: whether a rank finds what its tokens do to a state before one comes that goes on, or takes that through
             its spans first, which gates that forget spare it.
-        mails: whether they send states, and take those that come, themselves where spans forget. Those that do not are
-            given no `mail`.
+        mails: whether they send states, and take those that come, themselves where spans forget; no others are given a
+            `mail`, or asked what is `mailed`.
     """
 
     left: ClassVar[int]
@@ -56,8 +56,8 @@ class SpanKernels(Protocol):
         """Whether there is room for what gradients take."""
         ...
 
-    def maps(self, call: Any, mail: Mail | None) -> SpanMaps:
-        """What each span does to the state that enters it."""
+    def maps(self, call: Any, mailed: bool) -> SpanMaps:
+        """What each span does to the state that enters it; `mailed`: with `SpanMaps.mailed`."""
         ...
 
     def output(
@@ -66,8 +66,8 @@ class SpanKernels(Protocol):
         """o, and if `keep` what the gradients take, of the states that enter the spans."""
         ...
 
-    def added_back(self, call: Any, saved: Saved, do: Tensor, mail: Mail | None) -> tuple[Tensor, Tensor | None]:
-        """What each span adds to the gradient of the state that enters it, and `SpanMaps.mailed`."""
+    def added_back(self, call: Any, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
+        """What each span adds to the gradient of the state that enters it, and (`mailed`) `SpanMaps.mailed`."""
         ...
 
     def prepared(self, call: Any, saved: Saved) -> Chunks:
@@ -106,7 +106,11 @@ def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
 
 def _given(entering: Tensor, maps: SpanMaps, mail: Mail | None) -> Passing:
     """What enters every span, but for what comes by `mail`."""
-    return Passing(entering, given=True, zero=maps.zero, mail=() if mail is None else mail.comes)
+    if mail is None:
+        return Passing(entering, given=True)
+    assert maps.mailed is not None
+    memory, numbers = mail
+    return Passing(entering, maps.own, given=True, zero=maps.zero, mail=(*memory, maps.mailed, *numbers))
 
 
 class DeltaSpans:
@@ -122,7 +126,7 @@ class DeltaSpans:
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return gdn_launches.keeps(inputs, cu)
 
-    def maps(self, call: GDNCall, mail: Mail | None) -> SpanMaps:
+    def maps(self, call: GDNCall, mailed: bool) -> SpanMaps:
         found, passing = _maps(call)
         kernel = partial(gdn_launches.forward_kernel, False, *call.defines, maps=True)
         call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
@@ -138,7 +142,7 @@ class DeltaSpans:
         call.launch(kernel, heads, o, (None, None), kept, passing=passing)
         return o, tuple(kept) if keep else ()
 
-    def added_back(self, call: GDNCall, saved: Saved, do: Tensor, mail: Mail | None) -> tuple[Tensor, Tensor | None]:
+    def added_back(self, call: GDNCall, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
         found, (states, writes, pairs) = _room(call), saved
         kernel = partial(gdn_launches.backward_kernel, *call.defines, maps=True)
         passing = Passing(found, maps=True)
@@ -176,28 +180,24 @@ class KDASpans:
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
 
-    def maps(self, call: KDACall, mail: Mail | None) -> SpanMaps:
+    def maps(self, call: KDACall, mailed: bool) -> SpanMaps:
         found, passing = _maps(call)
-        if mail is not None:
-            found, passing = found._replace(mailed=found.zero), passing._replace(mail=mail.leaves)
         call.launch("forward", _heads(call), None, (None, None), passing=passing)
-        return found
+        return found._replace(mailed=found.zero) if mailed else found
 
     def output(
         self, call: KDACall, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
     ) -> tuple[Tensor, Saved]:
         o = torch.empty_like(call.inputs.v)
-        passing = _given(entering, maps, mail)
-        call.launch("forward", _heads(call), o, (None, None), passing=passing, early=mail is not None)
+        call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, maps, mail))
         return o, (entering,) if keep else ()
 
-    def added_back(self, call: KDACall, saved: Saved, do: Tensor, mail: Mail | None) -> tuple[Tensor, Tensor | None]:
-        found, further, mailed = _room(call), (do, *(None,) * 5), None
-        if mail is not None:
-            mailed = call.new(*found.shape[:3], dtype=torch.int32)
-        passing = Passing(found, maps=True, zero=mailed, mail=() if mail is None else mail.leaves)
+    def added_back(self, call: KDACall, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
+        found, further = _room(call), (do, *(None,) * 5)
+        forgets = call.new(*found.shape[:3], dtype=torch.int32) if mailed else None
+        passing = Passing(found, maps=True, zero=forgets)
         call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
-        return found, mailed
+        return found, forgets
 
     def prepared(self, call: KDACall, saved: Saved) -> Chunks:
         H = len(_heads(call))
@@ -216,14 +216,13 @@ class KDASpans:
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
             if prepared is None:
                 self._chunks(call, saved, heads, kept)
-            passing, early = _given(entering, maps, mail), mail is not None and prepared is not None
-            call.launch("backward", heads, None, (None, None), kept, further, passing, early)
+            call.launch("backward", heads, None, (None, None), kept, further, _given(entering, maps, mail))
         return by_key_head(to, call.inputs.q.shape[2])
 
     def _chunks(self, call: KDACall, saved: Saved, heads: range, room: tuple[Tensor, Tensor]) -> None:
         """States before chunks and what these write, of some heads."""
         (before,) = saved
-        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True), early=True)
+        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True))
 
 
 DELTA, KDA = DeltaSpans(), KDASpans()

@@ -34,7 +34,7 @@ struct Args {
   int side_by_side;      // whether all programs run at once
   float scale;
 #if MAILED
-  Mail mail;             // MAPS: of what leaves a piece; `given`: of what enters it
+  Mail mail;             // `parts` is what spans add then, [count, H, K, V]
 #endif
 };
 

@@ -666,10 +666,6 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
 #else
   const int skip = decide(a, x, y, s, h, base + SAID, w, lane);
 #endif
-#if MAILED
-  if (uniform(x.last && is_mailed(a, x) && a.flags[s * a.H + h]))  // no span before it wants what enters
-    receive(a.states + ((u64)s * a.H + h) * (D * D), a.mail, lane_of(a, x, h), w, lane);
-#endif
   if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
@@ -714,16 +710,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);
   } else {
     registers_up<200>();
-#if MAILED
-    const bool sends = uniform(x.first && !r.whole && is_mailed(a, x));
-    if (sends) claim(a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
-#endif
     find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
       walk(S, b, m.h, x.begin, x.end, c, c + r.n, 0, c + r.n, base, w, lane);
     });
-#if MAILED
-    if (sends) send(a.states + ((u64)m.s * a.H + m.h) * (D * D), a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
-#endif
   }
 #else
   int s, h;
@@ -741,6 +730,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     __syncthreads();
     if (lds32(base + SAID + 4) == 2) return;
   }
+#endif
+#if MAILED
+  if (uniform(x.last && tid < 256)) mail(a, x, s, h, false, base + SAID + 16, w, lane);
 #endif
   const int lim = x.last ? x.end : min(x.end + 2 * C, y.end), passes = 1;
   const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);

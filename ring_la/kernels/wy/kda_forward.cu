@@ -465,10 +465,6 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 #else
   const int skip = decide(a, x, s, h, base + SAID, w, lane);
 #endif
-#if MAILED
-  if (uniform(x.first && is_mailed(a, x) && a.flags[s * a.H + h]))  // no span behind it wants what enters
-    receive(a.states + ((u64)s * a.H + h) * (D * D), a.mail, lane_of(a, x, h), w, lane);
-#endif
   if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
@@ -506,16 +502,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     produce(a, x, m.h, r.t0, r.n, m.last + 1, base, w, lane);
   } else {
     registers_up<152>();
-#if MAILED
-    const bool sends = uniform(x.last && !r.whole && is_mailed(a, x));
-    if (sends) claim(a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
-#endif
     find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
       walk(S, a, m.h, r.t0, x.end, x.end, 0, c, c + r.n, 0, base, w, lane);
     });
-#if MAILED
-    if (sends) send(a.states + ((u64)m.s * a.H + m.h) * (D * D), a.mail, lane_of(a, x, m.h), base + SAID, w, lane);
-#endif
   }
 #else
   int s, h;
@@ -532,6 +521,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     __syncthreads();
     if (lds32(base + SAID + 4) == 2) return;
   }
+#endif
+#if MAILED
+  if (uniform(x.first && tid < 256)) mail(a, x, s, h, true, base + SAID + 16, w, lane);
 #endif
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif

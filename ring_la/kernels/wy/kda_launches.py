@@ -35,7 +35,7 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "15Q10if4x", "4Q2q8i"
+ARGUMENTS, MAIL = "15Q10if4x", "4Q2qQ10i"
 SHARED = 232448
 
 
@@ -80,8 +80,8 @@ class Passing(NamedTuple):
     transitions, and which spans are `zero`: forget what enters them; of one whose spans wait what they combine,
     `together` at a time.
 
-    `mail`: a mailbox's place, as `mail.cuh` has it: where maps send what leaves a piece whose end forgets; where what
-    is given comes from, if the span that it enters is `zero`."""
+    `mail`: as `mail.cuh` has it: what leaves a piece whose end forgets is sent, and what comes to one whose first span's
+    transition is 0 is taken, not given."""
 
     states: Tensor
     parts: Tensor | None = None
@@ -152,10 +152,9 @@ class KDACall:
     def launch(
         self, name: str, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
         kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), further: tuple[Tensor | None, ...] = (),
-        passing: Passing | None = None, early: bool = False,
+        passing: Passing | None = None,
     ) -> None:  # fmt: skip
-        """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward).
-        `early`: it may begin before the launch before it has ended (`CudaKernel.early`)."""
+        """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
         H, count, x = self.inputs.v.shape[2], self.count, self.inputs
         ahead = self.ahead and passing is None
         passing = Passing(self.new(count, H, HEAD, HEAD)) if passing is None else passing
@@ -169,7 +168,7 @@ class KDACall:
             self.scale, *passing.mail, *further,
         )  # fmt: skip
         mailed = bool(passing.mail)
-        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits or early, mailed=mailed)(*arguments)
+        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits, mailed=mailed)(*arguments)
         if ahead:
             kernel(name, *self.defines, deferred=True)(*arguments)
 

@@ -84,7 +84,7 @@ class ScannedSpans:
         return cls(kernels, SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[FoundMaps] | None = None) -> Summary[FoundMaps]:
-        plan, found = self.plan, FoundMaps(self.kernels.maps(self.call, None)) if known is None else known.found
+        plan, found = self.plan, FoundMaps(self.kernels.maps(self.call, False)) if known is None else known.found
         _, leaving = prefix(plan, found.maps, plan.state(S0), False, enter=False)
         return Summary(transitions_of_pieces(plan, found.maps) if through else None, leaving, found)
 
@@ -95,14 +95,14 @@ class ScannedSpans:
         self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
     ) -> Output:
         mail = self.mail(border if summary is None else None, False)
-        maps = self.kernels.maps(self.call, mail) if summary is None else summary.found.maps
+        maps = self.kernels.maps(self.call, mail is not None) if summary is None else summary.found.maps
         entered = self.entered(maps, S0, border, False, final=self.use.final)
         o, saved = self.kernels.output(self.call, entered.entering, maps, self.use.saved, mail)
         left = SpansLeft(maps.transition, maps.zero, entered.passed, saved)
         return Output(o, entered.leaving, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
-        found = FoundMaps(self.maps_back(backward, None))
+        found = FoundMaps(self.maps_back(backward, False))
         _, entering = prefix(self.plan, found.maps, self.plan.state(dS_end), True, enter=False)
         return Adjoint(entering, found)
 
@@ -117,7 +117,7 @@ class ScannedSpans:
         border: Border | None = None,
     ) -> InputGradients:
         mail = self.mail(border if adjoint is None else None, True)
-        maps = self.maps_back(backward, mail) if adjoint is None else adjoint.found.maps
+        maps = self.maps_back(backward, mail is not None) if adjoint is None else adjoint.found.maps
         left, prepared = SpansLeft.of(backward.saved), None
         if border is not None and not border.sends[True]:  # while what enters is on its way
             prepared = self.kernels.prepared(self.call, left.rest)
@@ -133,11 +133,11 @@ class ScannedSpans:
         B, _, H, _, K, V = self.plan.sizes
         return border.mail((B * H, K, V), reverse)
 
-    def maps_back(self, backward: Backward, mail: Mail | None) -> SpanMaps:
+    def maps_back(self, backward: Backward, mailed: bool) -> SpanMaps:
         """What each span does to the gradient of the state that leaves it."""
         left = SpansLeft.of(backward.saved)
-        own, mailed = self.kernels.added_back(self.call, left.rest, _read(backward.do), mail)
-        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero, mailed)
+        own, forgets = self.kernels.added_back(self.call, left.rest, _read(backward.do), mailed)
+        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero, forgets)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""

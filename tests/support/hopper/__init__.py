@@ -69,7 +69,7 @@ class Emulated:
         packed = struct.pack("=" + self._kernel.arguments, *flat)
         said = ctypes.create_string_buffer(4096)
         of = self._kernel
-        zeros = self.ZEROS.pop() if of.early and self.ZEROS else None
+        zeros = self.ZEROS.pop() if of.early else None
         how = grid, of.threads, of.shared, self._beside, ctypes.c_uint(self._seed)
         late = (ctypes.c_void_p(zeros.data_ptr()), zeros.numel()) if zeros is not None else (None, 0)
         if self._start(packed, *how, *late, said):
