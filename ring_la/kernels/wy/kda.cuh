@@ -138,10 +138,10 @@ INLINE Forgets forgetting(const Args& a, int t, int u, bool for_t, bool for_u, i
   }
   return {x, y};
 }
-// The same by all warps of token t, which has `there` tokens that count, and of u, which has `here`, if asked (`both`).
+// The same by eight warps of token t, which has `there` tokens that count, and of u, which has `here`, if asked (`both`).
 INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
   const int w = uniform(threadIdx.x >> 5);
-  return forgetting(a, t, u, there >= 2 * C, both && here >= 2 * C, step, h, said, w, lane, [] { __syncthreads(); });
+  return forgetting(a, t, u, there >= 2 * C, both && here >= 2 * C, step, h, said, w, lane, [] { between_warps(); });
 }
 // Of chunks that a span begins early (backward: late), how many come before it starts from zero; 2: it does not. By eight warps.
 INLINE int chunks_to_skip(const Args& a, int t, int step, int h, u32 said, int w, int lane) {
@@ -206,6 +206,25 @@ INLINE void of_tokens(float (&x)[4], u32 at) {
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = __uint_as_float(y[i >> 1][i & 1]);
 }
+
+// MAPS: which chunks are wanted is not known at first. Those who make chunks begin with the two that count if a span forgets, `early`;
+// those who decide tell them at `told` how many more, and from which token on.
+INLINE int early(const Span& x) { return x.end - x.begin >= 2 * C ? 2 : 0; }
+INLINE void tell(const Reach& r, int passes, u32 told) {  // by eight warps
+  if (threadIdx.x == 0) {
+    sts32(told, r.t0);
+    sts32(told + 4, r.n);
+    sts32(told + 8, r.whole ? passes : 0);
+  }
+  __syncthreads();
+}
+struct Told { int t0, n, passes; };
+INLINE Told hear(u32 told) {
+  __syncthreads();
+  return {uniform(lds32(told)), uniform(lds32(told + 4)), uniform(lds32(told + 8))};
+}
+// How many of the early ones are not wanted
+INLINE int unwanted(const Span& x, const Reach& r) { return r.whole ? early(x) : early(x) - r.n; }
 
 // The span and head of this program, whose number stands at `said`. Read again for every pass, so that no register holds
 // them meanwhile.
