@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..comm.copy_kernel import EMPTY, FULL, UNSENT
 from ..comm.flag_kernels import swap
-from ..kernels.spans.dense import products, runs, spans_of, tile, zeros_of
+from ..kernels.spans.dense import STEP, product, products, runs, spans_of, tile, zeros_of
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
@@ -104,6 +104,23 @@ def _give_back(flag, room, at, x, live):
     tl.store(room + at, tl.full(x.shape, UNSENT, tl.int32).to(tl.float32, bitcast=True), live)
     tl.debug_barrier()
     tl.atomic_xchg(flag, EMPTY, sem="release", scope="sys")
+
+
+@triton.jit
+def _read(mark, patience, CLOCK: tl.constexpr):
+    """Whether the program that sends a unit on has read its words, of which `mark` tells. It has begun before the one
+    that asks, and waits for two peers at most."""
+    return swap(mark, FULL, EMPTY, patience.to(tl.int64) * 3000, CLOCK)
+
+
+@triton.jit
+def _largest(A, k, K: tl.constexpr, BK: tl.constexpr):
+    """The largest magnitude of a transition's elements."""
+    WIDE: tl.constexpr = min(BK, STEP)
+    found = tl.zeros([BK, WIDE], tl.float32)
+    for c in tl.static_range(0, BK, WIDE):
+        found = tl.maximum(found, tl.abs(tile(A, k, c + tl.arange(0, WIDE), K, False)))
+    return tl.max(tl.max(found, 1), 0)
 
 
 @triton.jit
@@ -201,7 +218,7 @@ def dense_link_kernel(
     A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
     rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr, FORWARDS: tl.constexpr,
-    KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr,
+    SPLIT: tl.constexpr, KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr,
     ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
     CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
@@ -212,12 +229,19 @@ def dense_link_kernel(
     one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
     one begins from zero.
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
-    `added` [B, N, H, K, V]) before it goes through the spans.
+    `added` [B, N, H, K, V]), and is not sent by who takes it through the spans. SPLIT: nor by the same program: those
+    of the first half send on, the others take the same words through the spans and give the lane back. Those wait for
+    the first half, which never waits for them, so that they may begin once it has ended. A lane has one unit then.
     """
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     GETS: tl.constexpr = RECEIVES or HAS_BEFORE
-    ENDS: tl.constexpr = KEEPS or (SENDS and not FORWARDS)
+    ENDS: tl.constexpr = (KEEPS or SENDS) and not FORWARDS
     lane = tl.program_id(0)
+    sends, enters = True, True
+    if SPLIT:
+        lane = lane % (tl.num_programs(0) // 2)
+        enters = lane < tl.program_id(0)
+        sends = lane == tl.program_id(0)
     give = _flag(own, mailboxes, me, target, lane, skip, LANES, FLAG)
     there = _room(own, mailboxes, me, target, lane, skip, P, LANES, CHUNK, FLAG)
     get = _flag(own, mailboxes, source, me, lane, skip, LANES, FLAG)
@@ -241,72 +265,81 @@ def dense_link_kernel(
         elif KNOWN:
             nil, end, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
         early = nil < count
+        free = u >= 0
+        waits = free & (nil == count)  # what goes on for what comes
         left = tl.zeros([BK, UNIT], tl.float32)
-        if early:
-            left = tl.load(b_ + (spans + (count - 1 - end if REVERSE else end) * H) * K * V + at, live, other=0.0)
-            if KNOWN:
-                left = products(
-                    left, b_, A, entering, spans, end + 1, count, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT,
-                    False, ENTERS, REVERSE,
-                )  # fmt: skip
-        free = True
-        if SENDS:
-            free = _claim(give, target, broken, report, patience, CLOCK)
-        if early:
+        if sends:
             if SENDS:
-                _put(there, unit, left, live, free)
-            if KEEPS:
-                tl.store(leaving + line * K * V + at, left, live)
-            if KNOWN and ENTERS:
-                if REVERSE or many <= end - nil:
-                    S = tl.load(b_ + (spans + (count - 1 - nil if REVERSE else nil) * H) * K * V + at, live, other=0.0)
-                    runs(
-                        S, b_, A, zero, entering, spans, nil + 1, end + 1, count, at, live, k, j, v, H, K, V, BK, BJ,
-                        UNIT, FLAGS, REVERSE,
+                free = _claim(give, target, broken, report, patience, CLOCK)
+            if early:
+                left = tl.load(b_ + (spans + (count - 1 - end if REVERSE else end) * H) * K * V + at, live, other=0.0)
+                if KNOWN:
+                    left = products(
+                        left, b_, A, entering, spans, end + 1, count, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT,
+                        False, ENTERS, REVERSE,
                     )  # fmt: skip
-        waits = True  # what goes on for what comes
-        if FORWARDS:
-            left = tl.load(added + line * K * V + at, live, other=0.0)
-            largest = 0.0
-            for c in range(0, tl.where(early, 0, K), BJ):
-                part = tile(through + line * K * K, k, c + j, K, REVERSE)
-                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(part), 1), 0))
-            waits = largest >= TINY
-            if not (early | waits):
-                _put(there, unit, left, live, free)
+                if SENDS:
+                    _put(there, unit, left, live, free)
+                if KEEPS:
+                    tl.store(leaving + line * K * V + at, left, live)
+                if KNOWN and ENTERS:
+                    if REVERSE or many <= end - nil:
+                        S = tl.load(
+                            b_ + (spans + (count - 1 - nil if REVERSE else nil) * H) * K * V + at, live, other=0.0
+                        )
+                        runs(
+                            S, b_, A, zero, entering, spans, nil + 1, end + 1, count, at, live, k, j, v, H, K, V, BK, BJ,
+                            UNIT, FLAGS, REVERSE,
+                        )  # fmt: skip
+            elif FORWARDS:
+                left = tl.load(added + line * K * V + at, live, other=0.0)
+                waits = _largest(through + line * K * K, k, K, BK) >= TINY
+                if not waits:
+                    _put(there, unit, left, live, free)
         x = tl.zeros([BK, UNIT], tl.float32)
         if RECEIVES:
             x = _take(here, unit, live, source, broken, report, patience, CLOCK)
         if HAS_BEFORE:
             x = tl.load(before + ((row // H * N + earlier) * H + row % H) * K * V + at, live, other=0.0)
         if FORWARDS:
-            if waits & (nil == count):
-                left = products(
-                    x, added + (line - head) * K * V, through + (line - head) * K * K, entering, head, 0, 1, 1, at,
-                    live, k, j, v, H, K, V, BK, BJ, UNIT, False, False, REVERSE,
-                )  # fmt: skip
-                _put(there, unit, left, live, free)
-        # through the spans up to that one
-        stop = nil if ENDS else tl.minimum(nil, count - 1)
-        if GETS:
-            S, p = x, 0
-        else:
-            S = tl.load(b_ + head * K * V + at, live, other=0.0)
-            p = 1
-            if ENTERS:
-                tl.store(entering + head * K * V + at, x, live)
-        if stop >= p:
-            S = products(
-                S, b_, A, entering, spans, p, stop, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, ENTERS,
-                REVERSE,
-            )  # fmt: skip
-            if stop < count:
-                if ENTERS:
-                    tl.store(entering + (spans + (count - 1 - stop if REVERSE else stop) * H) * K * V + at, S, live)
-            else:
-                if SENDS and not FORWARDS:
-                    _put(there, unit, S, live, free)
+            if sends:
+                if waits:
+                    if BJ < BK:
+                        tl.store(entering + head * K * V + at, x, live)
+                    left = product(
+                        x, left, through + line * K * K, entering + head * K * V, k, j, v, K, V, BK, BJ, REVERSE
+                    )
+                    _put(there, unit, left, live, free)
                 if KEEPS:
-                    tl.store(leaving + line * K * V + at, S, live)
-        if RECEIVES:
-            _give_back(get, here, unit, x, live)
+                    tl.store(leaving + line * K * V + at, left, live)
+                if SPLIT:
+                    tl.debug_barrier()
+                    tl.atomic_xchg(give + 1, FULL, sem="release", scope="gpu")
+        if enters:
+            # through the spans up to that one
+            stop = nil if ENDS else tl.minimum(nil, count - 1)
+            if GETS:
+                S, p = x, 0
+            else:
+                S = tl.load(b_ + head * K * V + at, live, other=0.0)
+                p = 1
+                if ENTERS:
+                    tl.store(entering + head * K * V + at, x, live)
+            if stop >= p:
+                S = products(
+                    S, b_, A, entering, spans, p, stop, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, ENTERS,
+                    REVERSE,
+                )  # fmt: skip
+                if stop < count:
+                    if ENTERS:
+                        tl.store(entering + (spans + (count - 1 - stop if REVERSE else stop) * H) * K * V + at, S, live)
+                elif ENDS:
+                    if SENDS:
+                        _put(there, unit, S, live, free)
+                    if KEEPS:
+                        tl.store(leaving + line * K * V + at, S, live)
+            if SPLIT:
+                if _read(give + 1, patience, CLOCK):
+                    _give_back(get, here, unit, x, live)
+            elif RECEIVES:
+                _give_back(get, here, unit, x, live)

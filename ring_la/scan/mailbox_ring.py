@@ -20,7 +20,11 @@ BESIDE = 256, 32
 the widest pass over tokens beside them leaves (`attend_kernel` for dq under a constant decay: 217 registers of 256
 threads). Measured beside 64, 128 and 512 programs, with and without the bound."""
 LEAST, WIDEST = 16, 256
-"""Columns of such a unit: as narrow as a product may be; and the widest maps the kernel takes."""
+"""Columns of a unit of dense maps: as narrow as a product may be; and the widest maps the kernel takes."""
+
+SPLIT, REGISTERS = True, 128
+"""Whether two programs share a unit of dense maps that is sent on, as far as there are lanes: one sends it, one takes it
+through the spans; and registers of a thread then: two programs a multiprocessor."""
 
 
 def carries(group: Group, like: Affine) -> bool:
@@ -186,14 +190,18 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
     flags = _flags(states)
     if states.entering is None and part(K) < wide:  # where products meet states in parts
         states = states._replace(entering=torch.empty_like(b))
+    units, leave = B * H * -(-V // unit), {}
+    split = SPLIT and through is not None and units <= lanes.count
+    if split:
+        leave = {"maxnreg": REGISTERS}
     launch(
-        dense_link_kernel, (min(lanes.count, B * H * -(-V // unit)),), b if maps.A is None else maps.A, b,
+        dense_link_kernel, (units * 2 if split else min(lanes.count, units),), b if maps.A is None else maps.A, b,
         b if maps.zero is None else maps.zero, *(through or (b, b)), *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        FORWARDS=through is not None, KNOWN=maps.zero is not None, REVERSE=reverse, VARLEN=first is not None,
+        FORWARDS=through is not None, SPLIT=split, KNOWN=maps.zero is not None, REVERSE=reverse, VARLEN=first is not None,
         LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY, num_warps=8,
-        num_stages=2,
+        num_stages=2, **leave,
     )  # fmt: skip
 
 
