@@ -249,9 +249,9 @@ def dense_link_kernel(
     lo, count = spans_of(first, piece, NS, VARLEN)
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
-    for u in range(lane.to(tl.int64), rows * UNITS, LANES):
+    for u in tl.range(lane.to(tl.int64), rows * UNITS, LANES, disable_licm=True):
         row = u // UNITS
-        v = (u % UNITS) * UNIT + tl.arange(0, UNIT)
+        v = (u % UNITS).to(tl.int32) * UNIT + tl.arange(0, UNIT)
         at = k[:, None] * V + v[None, :]
         unit = k[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
         live = (k < K)[:, None] & (v < V)[None, :]
