@@ -218,9 +218,9 @@ def dense_link_kernel(
     A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
     rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr, FORWARDS: tl.constexpr,
-    SPLIT: tl.constexpr, KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr,
-    ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
+    SPLIT: tl.constexpr, KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr,
+    KEEPS: tl.constexpr, ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr,
+    LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
     A piece has a span at least.
@@ -251,7 +251,7 @@ def dense_link_kernel(
     j = tl.arange(0, BJ)
     for u in tl.range(lane.to(tl.int64), rows * UNITS, LANES, disable_licm=True):
         row = u // UNITS
-        v = (u % UNITS).to(tl.int32) * UNIT + tl.arange(0, UNIT)
+        v = tl.cast(u % UNITS, tl.int32) * UNIT + tl.arange(0, UNIT)
         at = k[:, None] * V + v[None, :]
         unit = k[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
         live = (k < K)[:, None] & (v < V)[None, :]
@@ -288,8 +288,8 @@ def dense_link_kernel(
                             b_ + (spans + (count - 1 - nil if REVERSE else nil) * H) * K * V + at, live, other=0.0
                         )
                         runs(
-                            S, b_, A, zero, entering, spans, nil + 1, end + 1, count, at, live, k, j, v, H, K, V, BK, BJ,
-                            UNIT, FLAGS, REVERSE,
+                            S, b_, A, zero, entering, spans, nil + 1, end + 1, count, at, live, k, j, v, H, K, V, BK,
+                            BJ, UNIT, FLAGS, REVERSE,
                         )  # fmt: skip
             elif FORWARDS:
                 left = tl.load(added + line * K * V + at, live, other=0.0)

@@ -23,8 +23,8 @@ LEAST, WIDEST = 16, 256
 """Columns of a unit of dense maps: as narrow as a product may be; and the widest maps the kernel takes."""
 
 SPLIT, REGISTERS = True, 128
-"""Whether two programs share a unit of dense maps that is sent on, as far as there are lanes: one sends it, one takes it
-through the spans; and registers of a thread then: two programs a multiprocessor."""
+"""Whether a unit of dense maps that is sent on has two programs, where there is a lane for each unit: one sends, one goes
+through the spans; and registers of a thread then: two programs a multiprocessor. Not measured."""
 
 
 def carries(group: Group, like: Affine) -> bool:
@@ -199,9 +199,9 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
         b if maps.zero is None else maps.zero, *(through or (b, b)), *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        FORWARDS=through is not None, SPLIT=split, KNOWN=maps.zero is not None, REVERSE=reverse, VARLEN=first is not None,
-        LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY, num_warps=8,
-        num_stages=2, **leave,
+        FORWARDS=through is not None, SPLIT=split, KNOWN=maps.zero is not None, REVERSE=reverse,
+        VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY,
+        num_warps=8, num_stages=2, **leave,
     )  # fmt: skip
 
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ring_la.algebra import Affine, transpose
+from ring_la.comm import copy_kernel
 from ring_la.layout import Layout
-from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
+from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link, mailbox_ring
 from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 from tests.support.chain_maps import maps, serial
 from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
-from tests.support.line_of_ranks import groups
+from tests.support.line_of_ranks import CHUNK, groups
 from tests.support.pool import group
 
 interpreted()
@@ -153,3 +154,91 @@ def test_every_choice_of_spans_that_forget(reverse, gets):
         asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
         assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, final)
         assert not final or torch.allclose(leaving[0, 0, 0], left, atol=1e-4), (flagged, final)
+
+
+class InTheMiddle:
+    """Three ranks of one process, the second of which has spans [2, SPANS, H, K, K]; x [2, 1, H, K, K] enters them."""
+
+    def __init__(self, reverse: bool, heads: int = 1) -> None:
+        torch.manual_seed(0)
+        self.reverse, self.ranks = reverse, groups(3, torch.device("cpu"))
+        self.A, self.b = torch.randn(2, SPANS, heads, K, K) / K**0.5, torch.randn(2, SPANS, heads, K, K)
+
+    def send(self, x: torch.Tensor) -> None:
+        launch_dense(self.ranks[0], DenseMaps(None, x), LinkStates(None, None, None), Hop(None, 1, False))
+
+    def link(self, x: torch.Tensor, zero: torch.Tensor, final: bool = False) -> tuple[torch.Tensor, ...]:
+        """What enters each span and what leaves (NaN where nothing was stored), as it is and as it should be."""
+        want, left = (torch.empty_like(t) for t in (self.b, x))
+        through, added = torch.zeros_like(x), torch.empty_like(x)
+        for i, h in itertools.product(range(2), range(x.shape[2])):
+            maps = self.A[i, :, h], self.b[i, :, h], zero
+            want[i, :, h], left[i, 0, h] = through_spans(*maps, x[i, 0, h], self.reverse)
+            added[i, 0, h] = through_spans(*maps, torch.zeros(K, K), self.reverse)[1]
+            if not zero.any():
+                through[i, 0, h] = torch.linalg.multi_dot([*maps[0]][::-1])
+        flags = zero[None, :, None].expand(2, -1, x.shape[2]).contiguous()
+        A = self.A.masked_fill(flags[..., None, None].bool(), torch.nan)
+        entering = torch.full_like(self.b, torch.nan)
+        states = LinkStates(None, entering, added if final else None)
+        dense = DenseMaps(A, self.b, flags, None, (through, added))
+        launch_dense(self.ranks[1], dense, states, Hop(0, 2, True), reverse=self.reverse)
+        return entering, want, added if final else left, left
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        arrived = torch.full_like(x, torch.nan)
+        launch_dense(self.ranks[2], DenseMaps(None, x), LinkStates(None, arrived, None), Hop(1, None, False))
+        return arrived
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["two programs a unit", "one"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_choice_in_the_middle(reverse, split, monkeypatch):
+    """One call after the other, the final states over what the piece adds; all is given back."""
+    monkeypatch.setattr(mailbox_ring, "SPLIT", split)
+    line = InTheMiddle(reverse)
+    empty = torch.empty_like(line.ranks[0].mailboxes.own)
+    copy_kernel.prepare(empty, 3, CHUNK)
+    for flagged, final in itertools.product(FLAGGED, (False, True)):
+        zero, x = torch.zeros(SPANS, dtype=torch.int32), torch.randn(2, 1, 1, K, K)
+        zero[list(flagged)] = 1
+        line.send(x)
+        entering, want, kept, left = line.link(x, zero, final)
+        asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
+        assert torch.allclose(entering[:, asked], want[:, asked], atol=1e-4), (flagged, final)
+        assert torch.allclose(kept, left, atol=1e-4), (flagged, final)
+        assert torch.allclose(line.receive(x), left, atol=1e-4), (flagged, final)
+        for r in line.ranks:
+            assert torch.equal(r.mailboxes.own, empty), (flagged, final, r.rank)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_piece_that_forgets_in_all_waits_for_nobody_in_the_middle(reverse):
+    """None of its spans does alone. What it adds goes on before what enters it has come, and that goes through them."""
+    line, x, zero = InTheMiddle(reverse), torch.randn(2, 1, 1, K, K), torch.zeros(SPANS, dtype=torch.int32)
+    line.A *= 1e-3
+    line.send(x)
+    entering, want, _, left = line.link(x, zero)
+    assert torch.allclose(entering, want, atol=1e-4)
+    assert torch.allclose(line.receive(x), left, atol=1e-4)
+
+
+@pytest.fixture
+def last_program_first(monkeypatch):
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    place = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_words_stay_until_both_have_read_them(reverse, last_program_first):
+    """Who goes through the spans comes first here, and nobody waits: so it gives nothing back."""
+    line, x, zero = InTheMiddle(reverse, heads=2), torch.randn(2, 1, 2, K, K), torch.zeros(SPANS, dtype=torch.int32)
+    line.send(x)
+    line.ranks[1].mailboxes.patience = 0
+    entering, want, _, left = line.link(x, zero)
+    assert torch.allclose(entering, want, atol=1e-4)
+    assert torch.allclose(line.receive(x), left, atol=1e-4)
+    assert line.ranks[1].mailboxes.late() == []
