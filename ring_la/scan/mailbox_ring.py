@@ -23,7 +23,7 @@ LEAST, WIDEST = 16, 256
 """Columns of a unit of dense maps: as narrow as a product may be; and the widest maps the kernel takes."""
 
 SPLIT, REGISTERS = True, 128
-"""Whether a unit of dense maps that is sent on has two programs, where there is a lane for each unit: one sends, one goes
+"""Whether a unit of dense maps that is sent on has two programs, where there is a lane for each: one sends, one goes
 through the spans; and registers of a thread then: two programs a multiprocessor. Not measured."""
 
 
