@@ -19,14 +19,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from benchmarks.options import counts, need_gpus
+from benchmarks.options import counts, names, need_gpus
 from benchmarks.rows import Rows
 from benchmarks.tuning.products import microseconds
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs, SpanMaps
-from ring_la.kernels.spans import table
+from ring_la.kernels.spans import dense, table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import prefix, prefix_and_transitions
 from ring_la.kernels.spans.runs import Runs
@@ -72,20 +73,26 @@ class Links(NamedTuple):
         x, zero = torch.randn(heads, K, K, device=device), torch.ones(1, spans, heads, device=device).int()
         zero[:, :, ::4] = 0
         a = A[0].double().masked_fill(zero[0, :, :, None, None].bool(), 0)
-        S, added, through, entering = x.double(), torch.zeros_like(x).double(), torch.eye(K).to(a).expand_as(a[0]), []
+        S, added, through = x.double(), torch.zeros_like(x).double(), torch.eye(K).to(a).expand_as(a[0])
+        entering: list[Tensor] = []
         for s in range(spans)[::-1] if reverse else range(spans):
             entering.append(S)
             m = a[s].mT if reverse else a[s]
             S, added, through = m @ S + b[0, s], m @ added + b[0, s], m @ through
-        entering = torch.stack(entering[::-1] if reverse else entering)
         if reverse:
             through = through.mT
         A.masked_fill_(zero[..., None, None].bool(), torch.nan)
-        return cls(A, b, zero, x, zero[0, 0] == 0, entering, S, added, through)
+        return cls(
+            A, b, zero, x, zero[0, 0] == 0, torch.stack(entering[::-1] if reverse else entering), S, added, through
+        )
 
 
 def apart(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
+
+
+def about(m: Links, reverse: bool) -> dict[str, object]:
+    return dict(step=dense.STEP.value, spans=m.b.shape[1], reverse=reverse)
 
 
 def plan_of(m: Links) -> SpanPlan:
@@ -104,7 +111,7 @@ def scans(m: Links, reverse: bool) -> Iterator[dict[str, object]]:
         call = partial(prefix, plan, maps, None, True, enter=False)
     for tile in TILES:
         table.PREFIX[K] = table.PREFIX_MAPS[K] = table.Tiling(*tile)
-        row: dict[str, object] = dict(kernel="scan", spans=len(m.A[0]), reverse=reverse, tile=tile)
+        row: dict[str, object] = dict(kernel="scan", **about(m, reverse), tile=tile)
         try:
             got = call()
             error = apart(got[1 if reverse else 0][0, 0], m.added)
@@ -147,7 +154,6 @@ class Middle:
         self.link(name)
 
     def late(self) -> list[int]:
-        torch.cuda.synchronize()
         return self.groups[1].mailboxes.late()
 
     def apart(self, name: str) -> float:
@@ -169,7 +175,7 @@ def links(m: Links, reverse: bool) -> Iterator[dict[str, object]]:
         for arm in arms:
             for constant, value in arm.items():
                 setattr(mailbox_ring, constant, value)
-            row: dict[str, object] = dict(kernel="link", spans=len(m.A[0]), reverse=reverse, rank=name, **arm)
+            row: dict[str, object] = dict(kernel="link", **about(m, reverse), rank=name, **arm)
             error = middle.apart(name)
             assert not middle.late(), "what comes was not seen in the mailboxes"
             fill = microseconds([middle.fill] * CALLS)
@@ -177,17 +183,23 @@ def links(m: Links, reverse: bool) -> Iterator[dict[str, object]]:
         mailbox_ring.SPLIT, mailbox_ring.REGISTERS = True, 128
 
 
+PARTS = {"links": links, "scans": scans}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--spans", type=counts, default=[4, 8])
+    parser.add_argument("--parts", type=names(PARTS), default=[*PARTS])
+    parser.add_argument("--step", type=int, default=dense.STEP.value, help="columns of a transition in one product")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no row is begun")
     parser.add_argument("--out")
     args = parser.parse_args()
     need_gpus(parser)
+    dense.STEP = tl.constexpr(args.step)
     rows, began, device = Rows(args.out), time.monotonic(), torch.device("cuda")
-    for part, spans, reverse in itertools.product((links, scans), args.spans, (False, True)):
-        for row in part(Links.of(spans, args.heads, reverse, device), reverse):
+    for part, spans, reverse in itertools.product(args.parts, args.spans, (False, True)):
+        for row in PARTS[part](Links.of(spans, args.heads, reverse, device), reverse):
             rows.add(row)
             if time.monotonic() - began > args.limit:
                 return

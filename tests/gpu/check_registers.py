@@ -209,6 +209,7 @@ def across() -> Iterator[tuple[str, list]]:
 
 def links() -> Iterator[tuple[str, list]]:
     """Those of a link of the ring under dense maps: first, in the middle, last, of a rank's own states and packed."""
+    from ring_la.scan import mailbox_ring
     from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 
     (group,) = groups(1, torch.device("cpu"))
@@ -220,7 +221,7 @@ def links() -> Iterator[tuple[str, list]]:
             for hop, known, packed, reverse in itertools.product(ends, (False, True), (False, True), (False, True)):
                 zero, first = torch.zeros(1, 5, 2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
                 maps = DenseMaps(A, b, zero if known else None, first if packed else None, (A[:, :1], S))
-                for leaving in (None, S):
+                for leaving, mailbox_ring.SPLIT in itertools.product((None, S), (False, True)):
                     states = LinkStates(None if hop.earlier is None else S, b, leaving)
                     launch_dense(group, maps, states, hop, reverse=reverse)
             launch_dense(group, DenseMaps(None, b), LinkStates(None, b, None), Hop(1, 1, False))
