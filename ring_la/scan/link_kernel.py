@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..comm.copy_kernel import EMPTY, FULL, UNSENT
 from ..comm.flag_kernels import swap
-from ..kernels.spans.dense import STEP, product, products, runs, spans_of, tile, zeros_of
+from ..kernels.spans.dense import STEP, products, runs, spans_of, tile, zeros_of
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
@@ -303,12 +303,12 @@ def dense_link_kernel(
             x = tl.load(before + ((row // H * N + earlier) * H + row % H) * K * V + at, live, other=0.0)
         if FORWARDS:
             if sends:
+                S = products(  # a loop, so that all of the transition is loaded at once
+                    x, added + (line - head) * K * V, through + (line - head) * K * K, entering, head, 0,
+                    waits.to(tl.int32), 1, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, False, REVERSE,
+                )  # fmt: skip
                 if waits:
-                    if BJ < BK:
-                        tl.store(entering + head * K * V + at, x, live)
-                    left = product(
-                        x, left, through + line * K * K, entering + head * K * V, k, j, v, K, V, BK, BJ, REVERSE
-                    )
+                    left = S
                     _put(there, unit, left, live, free)
                 if KEEPS:
                     tl.store(leaving + line * K * V + at, left, live)

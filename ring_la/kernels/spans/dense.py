@@ -91,24 +91,6 @@ def _in_steps(
 
 
 @triton.jit
-def product(
-    S, acc, A, stored, k, j, v, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """acc + A S. Where BJ < BK, S is also `stored`, by this program."""
-    if BJ == BK:
-        acc = _in_steps(A, S, acc, k, 0, K, BK, TRANSPOSED)
-    else:
-        tl.debug_barrier()
-        for m in range(0, K, BJ):
-            c = m + j
-            some = (c < K)[:, None] & (v < W)[None, :]
-            part = tl.load(stored + c[:, None] * W + v[None, :], some, other=0.0)
-            acc = tl.dot(tile(A, k, c, K, TRANSPOSED), part, acc, input_precision="tf32x3")
-    return acc
-
-
-@triton.jit
 def products(
     S, b_, A_, entering, spans, first, end, count, at, live, k, j, v, H: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, EYE: tl.constexpr, ENTER: tl.constexpr,
@@ -123,7 +105,16 @@ def products(
             acc = tl.zeros([BK, BV], tl.float32)
         else:
             acc = tl.load(b_ + row * K * W + at, live, other=0.0)
-        S = product(S, acc, A_ + row * K * K, entering + row * K * W, k, j, v, K, W, BK, BJ, REVERSE)
+        if BJ == BK:
+            S = _in_steps(A_ + row * K * K, S, acc, k, 0, K, BK, REVERSE)
+        else:
+            tl.debug_barrier()
+            for m in range(0, K, BJ):
+                c = m + j
+                some = (c < K)[:, None] & (v < W)[None, :]
+                part = tl.load(entering + row * K * W + c[:, None] * W + v[None, :], some, other=0.0)
+                acc = tl.dot(tile(A_ + row * K * K, k, c, K, REVERSE), part, acc, input_precision="tf32x3")
+            S = acc
     return S
 
 
