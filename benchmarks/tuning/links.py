@@ -37,8 +37,11 @@ from tests.support.line_of_ranks import groups
 
 K, SPAN, CALLS = 128, 1024, 20
 """Channels, tokens of a span, and launches of a graph."""
-TILES = [(64, 8, 2), *(t for t in itertools.product((16, 32, 64), (4, 8), (1, 2, 3)) if t != (64, 8, 2))]
-"""Columns, warps and stages."""
+TILES: list[tuple[int, ...]] = [
+    (64, 8, 2), (32, 8, 2, 128), (32, 8, 1, 128), (32, 8, 2), (64, 8, 1), (64, 8, 3), (32, 8, 1), (32, 8, 3),
+    *itertools.product((16, 32, 64), (4,), (1, 2, 3)), *itertools.product((16,), (8,), (1, 2, 3)),
+]  # fmt: skip
+"""Columns, warps, stages and registers."""
 HOPS = {"first": Hop(None, 2, False), "middle": Hop(0, 2, True), "last": Hop(0, None, False)}
 """Of rank 1 of three."""
 ARMS: dict[str, list[dict[str, Any]]] = {
