@@ -29,12 +29,13 @@ CHAINS = {
 }
 
 
-def check_ring(rank: int, size: int, folder: str) -> int:
+def check_ring(rank: int, size: int, folder: str, rows: int = 1) -> int:
+    """A rank of so many: `rows` of three states each, on three lanes."""
     g, checked = over_files(rank, size, folder, chunk=1024), 0
     for kind_of_layout, documents in CHAINS.values():
         whole = Chain.of(Layout(48, kind_of_layout, size, rank, documents))
         for kind in ("identity", "scalar", "diagonal", "dense"):
-            forward = maps(whole, kind)
+            forward = maps(whole, kind, (rows, 3, 40, 6))
             back = [Affine(kind, transpose(kind, m.A), m.b) for m in forward[::-1]]
             for chain, links in ((whole, forward), (whole.reversed, back)):
                 before = g.bytes_sent
@@ -53,8 +54,9 @@ def check_ring(rank: int, size: int, folder: str) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_against_serial(ranks, tmp_path, size):
-    assert sum(ranks.run(size, check_ring, size, str(tmp_path))) > 20
+@pytest.mark.parametrize("rows", [1, 2], ids=["a unit a lane", "two units a lane"])
+def test_against_serial(ranks, tmp_path, size, rows):
+    assert sum(ranks.run(size, check_ring, size, str(tmp_path), rows)) > 20
 
 
 def check_canonical(rank: int, folder: str) -> None:
