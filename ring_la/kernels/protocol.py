@@ -172,8 +172,8 @@ class SpanMaps(NamedTuple):
 
 
 Mail = tuple[tuple[Tensor | int, ...], tuple[int, ...]]
-"""What kernels take that send and receive states themselves (`wy/mail.cuh`): the mailboxes, and where states go and come
-from. Between the two `SpanMaps.mailed`."""
+"""What kernels take that send and receive states themselves (`wy/mail.cuh`): the mailboxes, and where states come from
+and go. Between the two `SpanMaps.mailed`."""
 
 
 class Border(Protocol):

@@ -198,9 +198,9 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
         *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None, REVERSE=reverse, VARLEN=first is not None,
-        LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY, num_warps=8,
-        num_stages=2,
+        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None, REVERSE=reverse,
+        VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
 
 

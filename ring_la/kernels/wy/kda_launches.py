@@ -80,8 +80,8 @@ class Passing(NamedTuple):
     transitions, and which spans are `zero`: forget what enters them; of one whose spans wait what they combine,
     `together` at a time.
 
-    `mail`: as `mail.cuh` has it: what leaves a piece whose end forgets is sent, and what comes to one whose first span's
-    transition is 0 is taken, not given."""
+    `mail`: as `mail.cuh` has it: what leaves a piece whose end forgets is sent, and what comes to one whose first
+    span's transition is 0 is taken, not given."""
 
     states: Tensor
     parts: Tensor | None = None
