@@ -159,9 +159,9 @@ INLINE void load_anywhere(u32* r, const u32* p) {
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p) : "memory");
 }
-INLINE int swap_anywhere(int* p, int from, int to) {  // what was there
+INLINE int swap_anywhere(int* p, int from, int to) {  // what was there, and what was written before it
   int x;
-  asm volatile("atom.acq_rel.sys.global.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "l"(p), "r"(from), "r"(to) : "memory");
+  asm volatile("atom.acquire.sys.global.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "l"(p), "r"(from), "r"(to) : "memory");
   return x;
 }
 INLINE void store_release_anywhere(int* p, int x) {
