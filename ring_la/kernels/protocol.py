@@ -158,6 +158,9 @@ class SpanMaps(NamedTuple):
             ``[B, NS, H, K, K]``; None for the identity.
         all: of every span; False: without those that no later span of this rank needs.
         zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
+        mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where those who go over them send what leaves
+            a piece that ends with one, and take what comes to one whose transition is 0 (`Border.mail`). None:
+            `Border.spans` sees to all states.
     """
 
     kind: Transition
@@ -165,6 +168,12 @@ class SpanMaps(NamedTuple):
     transition: Tensor | None
     all: bool
     zero: Tensor | None = None
+    mailed: Tensor | None = None
+
+
+Mail = tuple[tuple[Tensor | int, ...], tuple[int, ...]]
+"""What kernels take that send and receive states themselves (`wy/mail.cuh`): the mailboxes, and where states come from
+and go. Between the two `SpanMaps.mailed`."""
 
 
 class Border(Protocol):
@@ -185,6 +194,11 @@ class Border(Protocol):
     whole: tuple[bool, bool]
     sends: tuple[bool, bool]
     carries: tuple[bool, bool]
+
+    def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
+        """That of so many states [K, V], for those who go over the spans behind `spans`, which is told of
+        `SpanMaps.mailed`; None: it sees to all states."""
+        ...
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,

@@ -60,13 +60,13 @@ class SplitCall:
         """Where this rank's pieces begin, and the last one ends; None: there is one."""
         return None if self.single else self.layout.cu_pieces.to(inputs.q.device)
 
-    def local(self, inputs: Inputs, mode: str) -> Local[Any, Any]:
-        """What computes this rank's tokens."""
+    def local(self, inputs: Inputs, mode: str, final: bool = True) -> Local[Any, Any]:
+        """What computes this rank's tokens; `final`: whether the states that leave are wanted."""
         layout, cu = self.layout, self.cu_pieces(inputs)
         canonical = None if self.single else self.canonical
         if layout.cp.deterministic and mode == "auto":
             mode = "chunk"  # whatever this rank's length
-        use = OutputUse(saved=self.saves)
+        use = OutputUse(saved=self.saves, final=final)
         return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, use, canonical)
 
     def exchange(self, links: list[Link], like: Tensor) -> Exchange:

@@ -62,7 +62,7 @@ def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs, known
             border.begin(size, reverse=False)
         out = again()
         return Finished(out.o, _final(call, out.leaving, initial_state), S0, maps, sent, tuple(out.saved), border)
-    local = call.local(inputs, call.mode)
+    local = call.local(inputs, call.mode, call.output_final_state)
     border = border if local.crosses else None
     if call.seams.alone:
         out = local.output(S0)

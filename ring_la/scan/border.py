@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..comm import Group
 from ..kernels import SpanMaps
+from ..kernels.protocol import Mail
 from .chain import Chain
-from .mailbox_ring import DenseMaps, ElementwiseMaps, Hop, LinkStates, launch_dense, launch_spans
+from .mailbox_ring import DenseMaps, ElementwiseMaps, Hop, LinkStates, launch_dense, launch_spans, mail
 
 if TYPE_CHECKING:
     from ..kernels.runtime.streams import SideStream
@@ -57,6 +58,9 @@ class MailboxBorder:
         self.group.put_by_kernel(self._sent[reverse] * size)
         self.group.mailboxes.order()
 
+    def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
+        return mail(self.group, self.hops[reverse], states)
+
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
         reverse: bool, beside: bool, through: Tensor | None = None, final: bool = False,
@@ -68,7 +72,7 @@ class MailboxBorder:
             states = LinkStates(before, entering, leaving if hop.keeps or final else None)
             if maps.kind == "dense":
                 whole = None if through is None else (through, leaving)
-                dense = DenseMaps(maps.transition, maps.own, maps.zero, first, whole)
+                dense = DenseMaps(maps.transition, maps.own, maps.zero, first, whole, maps.mailed)
                 launch_dense(self.group, dense, states, hop, reverse=reverse)
             else:
                 spans = ElementwiseMaps(maps.kind, maps.transition, maps.own, first)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..comm.copy_kernel import EMPTY, FULL, UNSENT
 from ..comm.flag_kernels import swap
-from ..kernels.spans.dense import products, runs, spans_of, tile, zeros_of
+from ..kernels.spans.dense import STEP, products, runs, spans_of, tile, zeros_of
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
@@ -104,6 +104,16 @@ def _give_back(flag, room, at, x, live):
     tl.store(room + at, tl.full(x.shape, UNSENT, tl.int32).to(tl.float32, bitcast=True), live)
     tl.debug_barrier()
     tl.atomic_xchg(flag, EMPTY, sem="release", scope="sys")
+
+
+@triton.jit
+def _largest(A, k, K: tl.constexpr, BK: tl.constexpr):
+    """The largest magnitude of a transition's elements."""
+    WIDE: tl.constexpr = min(BK, STEP)
+    found = tl.zeros([BK, WIDE], tl.float32)
+    for c in tl.static_range(0, BK, WIDE):
+        found = tl.maximum(found, tl.abs(tile(A, k, c + tl.arange(0, WIDE), K, False)))
+    return tl.max(tl.max(found, 1), 0)
 
 
 @triton.jit
@@ -198,12 +208,13 @@ def link_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
-    A, b_, zero, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source, target,
-    rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr, FORWARDS: tl.constexpr,
-    KNOWN: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr,
-    ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
+    A, b_, zero, mailed, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source,
+    target, rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr,
+    FORWARDS: tl.constexpr, KNOWN: tl.constexpr, MAILED: tl.constexpr, RECEIVES: tl.constexpr,
+    HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr, REVERSE: tl.constexpr,
+    VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr,
+    CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
     A piece has a span at least.
@@ -211,12 +222,14 @@ def dense_link_kernel(
     GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
     one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
     one begins from zero.
+    MAILED: where the last span forgets what enters it (`mailed` [B, NS, H]), the launch behind sends what leaves; where
+    the first one's transition is 0, it takes what comes. Each unit has a lane of its own then.
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     GETS: tl.constexpr = RECEIVES or HAS_BEFORE
-    ENDS: tl.constexpr = KEEPS or (SENDS and not FORWARDS)
+    ENDS: tl.constexpr = (KEEPS or SENDS) and not FORWARDS
     lane = tl.program_id(0)
     give = _flag(own, mailboxes, me, target, lane, skip, LANES, FLAG)
     there = _room(own, mailboxes, me, target, lane, skip, P, LANES, CHUNK, FLAG)
@@ -225,9 +238,15 @@ def dense_link_kernel(
     lo, count = spans_of(first, piece, NS, VARLEN)
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
-    for u in range(lane.to(tl.int64), rows * UNITS, LANES):
+    if MAILED and RECEIVES and not KEEPS:
+        only = (lane // UNITS // H * NS + lo) * H + lane // UNITS % H
+        _, _, forget = zeros_of(mailed, only, count, H, REVERSE, FLAGS)
+        _, _, cleared = zeros_of(zero, only, count, H, REVERSE, FLAGS)
+        if (forget == count) & (cleared == count):  # no span wants what enters it from here
+            return
+    for u in tl.range(lane.to(tl.int64), rows * UNITS, LANES, disable_licm=True):
         row = u // UNITS
-        v = (u % UNITS) * UNIT + tl.arange(0, UNIT)
+        v = tl.cast(u % UNITS, tl.int32) * UNIT + tl.arange(0, UNIT)
         at = k[:, None] * V + v[None, :]
         unit = k[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
         live = (k < K)[:, None] & (v < V)[None, :]
@@ -241,6 +260,17 @@ def dense_link_kernel(
         elif KNOWN:
             nil, end, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
         early = nil < count
+        free = u >= 0  # whether what leaves goes from here
+        stays = u < 0  # whether what comes is not taken here
+        if MAILED:
+            if RECEIVES:
+                stays = nil == 0
+            if SENDS:
+                free = tl.load(mailed + spans + (0 if REVERSE else count - 1) * H) == 0
+        if SENDS:
+            if free:
+                free = _claim(give, target, broken, report, patience, CLOCK)
+        waits = (u >= 0) & (nil == count)  # what goes on for what comes
         left = tl.zeros([BK, UNIT], tl.float32)
         if early:
             left = tl.load(b_ + (spans + (count - 1 - end if REVERSE else end) * H) * K * V + at, live, other=0.0)
@@ -249,10 +279,6 @@ def dense_link_kernel(
                     left, b_, A, entering, spans, end + 1, count, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT,
                     False, ENTERS, REVERSE,
                 )  # fmt: skip
-        free = True
-        if SENDS:
-            free = _claim(give, target, broken, report, patience, CLOCK)
-        if early:
             if SENDS:
                 _put(there, unit, left, live, free)
             if KEEPS:
@@ -264,28 +290,27 @@ def dense_link_kernel(
                         S, b_, A, zero, entering, spans, nil + 1, end + 1, count, at, live, k, j, v, H, K, V, BK, BJ,
                         UNIT, FLAGS, REVERSE,
                     )  # fmt: skip
-        waits = True  # what goes on for what comes
-        if FORWARDS:
+        elif FORWARDS:
             left = tl.load(added + line * K * V + at, live, other=0.0)
-            largest = 0.0
-            for c in range(0, tl.where(early, 0, K), BJ):
-                part = tile(through + line * K * K, k, c + j, K, REVERSE)
-                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(part), 1), 0))
-            waits = largest >= TINY
-            if not (early | waits):
+            waits = _largest(through + line * K * K, k, K, BK) >= TINY
+            if not waits:
                 _put(there, unit, left, live, free)
         x = tl.zeros([BK, UNIT], tl.float32)
         if RECEIVES:
-            x = _take(here, unit, live, source, broken, report, patience, CLOCK)
+            if not stays:
+                x = _take(here, unit, live, source, broken, report, patience, CLOCK)
         if HAS_BEFORE:
             x = tl.load(before + ((row // H * N + earlier) * H + row % H) * K * V + at, live, other=0.0)
         if FORWARDS:
-            if waits & (nil == count):
-                left = products(
-                    x, added + (line - head) * K * V, through + (line - head) * K * K, entering, head, 0, 1, 1, at,
-                    live, k, j, v, H, K, V, BK, BJ, UNIT, False, False, REVERSE,
-                )  # fmt: skip
+            S = products(  # a loop, so that all of the transition is loaded at once
+                x, added + (line - head) * K * V, through + (line - head) * K * K, entering, head, 0,
+                waits.to(tl.int32), 1, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, False, REVERSE,
+            )  # fmt: skip
+            if waits:
+                left = S
                 _put(there, unit, left, live, free)
+            if KEEPS:
+                tl.store(leaving + line * K * V + at, left, live)
         # through the spans up to that one
         stop = nil if ENDS else tl.minimum(nil, count - 1)
         if GETS:
@@ -295,7 +320,7 @@ def dense_link_kernel(
             p = 1
             if ENTERS:
                 tl.store(entering + head * K * V + at, x, live)
-        if stop >= p:
+        if (stop >= p) & ~stays:
             S = products(
                 S, b_, A, entering, spans, p, stop, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, ENTERS,
                 REVERSE,
@@ -303,10 +328,11 @@ def dense_link_kernel(
             if stop < count:
                 if ENTERS:
                     tl.store(entering + (spans + (count - 1 - stop if REVERSE else stop) * H) * K * V + at, S, live)
-            else:
-                if SENDS and not FORWARDS:
+            elif ENDS:
+                if SENDS:
                     _put(there, unit, S, live, free)
                 if KEEPS:
                     tl.store(leaving + line * K * V + at, S, live)
         if RECEIVES:
-            _give_back(get, here, unit, x, live)
+            if not stays:
+                _give_back(get, here, unit, x, live)

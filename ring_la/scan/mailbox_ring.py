@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..algebra import Affine, Transition
 from ..comm import Group
+from ..kernels.protocol import Mail
 from .chain import Chain
 from .strategy import Link
 
@@ -21,6 +22,8 @@ the widest pass over tokens beside them leaves (`attend_kernel` for dq under a c
 threads). Measured beside 64, 128 and 512 programs, with and without the bound."""
 LEAST, WIDEST = 16, 256
 """Columns of such a unit: as narrow as a product may be; and the widest maps the kernel takes."""
+COLUMNS = 32
+"""Those of a unit that `mail.cuh` sends and takes."""
 
 
 def carries(group: Group, like: Affine) -> bool:
@@ -87,6 +90,8 @@ class DenseMaps(NamedTuple):
         first: as of elementwise maps.
         through: transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole pieces, by which what
             comes by a message goes on by one; None: it goes through the spans first.
+        mailed: int32 ``[B, NS, H]``, which spans forget what enters them: the launch behind sends what leaves a piece
+            that ends with one, and takes what comes to a span whose transition is 0. None: the link sees to all states.
     """
 
     A: Tensor | None
@@ -94,6 +99,7 @@ class DenseMaps(NamedTuple):
     zero: Tensor | None = None
     first: Tensor | None = None
     through: tuple[Tensor, Tensor] | None = None
+    mailed: Tensor | None = None
 
 
 def steps(
@@ -188,13 +194,28 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
         states = states._replace(entering=torch.empty_like(b))
     launch(
         dense_link_kernel, (min(lanes.count, B * H * -(-V // unit)),), b if maps.A is None else maps.A, b,
-        b if maps.zero is None else maps.zero, *(through or (b, b)), *(b if x is None else x for x in states),
+        *(b if x is None else x for x in (maps.zero, maps.mailed)), *(through or (b, b)),
+        *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        FORWARDS=through is not None, KNOWN=maps.zero is not None, REVERSE=reverse, VARLEN=first is not None,
-        LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY, num_warps=8,
-        num_stages=2,
+        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None, REVERSE=reverse,
+        VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
+
+
+def mail(group: Group, hops: Sequence[Hop], states: tuple[int, int, int]) -> Mail | None:
+    """What `mail.cuh` takes of these launches, for so many states [K, V], each in lanes of its own; None: the link sees
+    to them all."""
+    lanes, (rows, K, V) = group.mailboxes.lanes[1], states
+    comes, goes = ([hop for hop in hops if getattr(hop, end) is not None] for end in ("source", "target"))
+    if K * COLUMNS != lanes.room or V % COLUMNS or rows * V // COLUMNS > lanes.count or max(len(comes), len(goes)) > 1:
+        return None
+    boxes, (P, FLAG) = group.mailboxes, (group.mailboxes.constants[name] for name in ("P", "FLAG"))
+    ranks = (comes[0].source if comes else -1), (goes[0].target if goes else -1)
+    pieces = (comes[0].piece if comes else 0), (goes[0].piece if goes else 0)
+    memory = boxes.own, boxes.mailboxes, boxes.broken, boxes.report, lanes.skip, boxes.patience
+    return memory, (group.rank, *ranks, *pieces, P, lanes.count, lanes.room, FLAG, 0)
 
 
 def _flags(states: LinkStates) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tests.support.interpreter import interpreted
 interpreted()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, Mail, OutputUse  # noqa: E402
 from ring_la.kernels.spans import dense  # noqa: E402
 from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
@@ -68,8 +68,13 @@ class Silent:
 
     whole = True, True
 
-    def __init__(self, launches: list[str], middle: bool) -> None:
-        self._launches, self.carries, self.sends = launches, (middle, middle), (True, middle)
+    def __init__(self, launches: list[str], middle: bool, mail: Mail | None) -> None:
+        self._launches, self._mail = launches, mail
+        self.carries, self.sends = (middle, middle), (True, middle)
+
+    def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
+        assert states == (2, 128, 128)
+        return self._mail
 
     def spans(self, *args, **named) -> None:
         self._launches.append("link")
@@ -82,14 +87,16 @@ class Silent:
     ids=["delta", "kda"],
 )  # fmt: skip
 @pytest.mark.parametrize("middle", [True, False])
-def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle):
+@pytest.mark.parametrize("mail", [None, ((1,), (2,))], ids=["", "mailed"])
+def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle, mail):
     """The link goes through the spans, behind a scan only where what comes goes on by the whole piece's map. Nothing is
     filled. Where nothing is sent what needs no gradient of a state comes before it."""
     launches: list[str] = []
     before = ["maps", "scan", "link"] if middle and kernels.ahead else ["maps", "link"]
 
-    def kernel(name, *how, leaves=False, maps=False, early=False):
+    def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False):
         assert (leaves, early) == (False, False), "no span waits for another"
+        assert mailed == (kernels.mails and mail is not None and name != "states" and not maps)
         return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")
 
     for module, name in (
@@ -104,10 +111,10 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, 
     inputs = Inputs(q, q, q, g, torch.zeros(1, 4096, 2))
     with torch.no_grad(), Operations() as done:
         call = ScannedSpans.of(kernels, rule, inputs, None, 1.0, SPLIT)
-        out = call.output(None, border=Silent(launches, middle))
+        out = call.output(None, border=Silent(launches, middle, mail))
         assert launches == before + output
         launches.clear()
-        call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle))
+        call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle, mail))
         first, link = before[:-1], before[-1:]
         assert launches == (before + prepared if middle else first + prepared + link) + output
     assert done.names == []

@@ -20,10 +20,12 @@ interpreted()
 
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.protocol import Inputs  # noqa: E402
+from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from ring_la.kernels.wy.zeros import ZEROS  # noqa: E402
+from ring_la.scan import Chain, MailboxBorder  # noqa: E402
 from tests.support import line_of_ranks  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
@@ -123,7 +125,7 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
 
 
 @pytest.mark.parametrize("name", ["delta", "kda"])
-def test_states_from_other_shards(name):
+def test_states_from_other_shards(monkeypatch, name):
     """Of uneven lengths, in a line: each takes what the one before it sends, and backward. One head forgets. The first
     shard ends a document, and begins the other one, which ends in the last, before a third."""
     cuts, cu, H = (0, 90, 210, 300, 390), (0, 30, 340, 390), 2
@@ -134,9 +136,39 @@ def test_states_from_other_shards(name):
     g = F.logsigmoid(torch.randn(1, cuts[-1], H, 128)) * torch.tensor([2.0, 0.02])[:, None]
     x = {"q": q, "k": k, "v": v, "g": g if decay == "diagonal" else g[..., 0], "beta": beta}
     (S0, dS), do = torch.randn(2, 1, len(cu) - 1, H, 128, 128), torch.randn_like(v)
+    made, mailed = kda_launches.kernel, set()
+
+    def kernel(name, *defines, **how):
+        if how.get("mailed"):
+            mailed.add(name)
+        return made(name, *defines, **how)
+
+    monkeypatch.setattr(kda_launches, "kernel", kernel)
     got = line_of_ranks.results(kernels, Rule("delta", decay), x, cuts, cu, S0, do, dS)
     got = {n: got[n] for n in ("o", "S", "S0", *x)}
     check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
+    assert mailed == ({"forward", "backward"} if name == "kda" else set()), "states that they send and take themselves"
+
+
+def test_a_state_that_does_not_come_in_time():
+    """Who waits for it is told, and what it enters is NaN; who cannot send another is told, too."""
+    q, k, v, beta = draw(128, 2, 2)
+    x, chain = Inputs(q, k, v, 4 * F.logsigmoid(torch.randn(1, 128, 2, 128)), beta), Chain.line(2)
+    ranks = line_of_ranks.groups(2, q.device)
+    outs = []
+    for group in ranks:
+        group.mailboxes.patience = 10**7
+        border = MailboxBorder(group, chain, [(0, 0)], 1)
+        call = ScannedSpans.of(across.KDA, Rule("delta", "diagonal"), x, None, 1.0, OutputUse(final=False))
+        if group is ranks[0]:
+            outs += [call.output(None, border=border).o for _ in range(2)]
+            assert group.mailboxes.late() == [1], "the second of two, where nobody has taken the first"
+        else:
+            outs += [call.output(None, border=border).o for _ in range(2)]
+            assert group.mailboxes.late() == [0]
+    assert all(o.isfinite().all() for o in outs[:3])
+    assert outs[3][:, :64].isnan().all()
+    assert outs[3][:, 64:].isfinite().all(), "a span that forgets"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +280,7 @@ def test_what_kda_forgets_is_what_its_bound_says():
     g[:, 32:48, 2, 0] = g[:, 48:, 2, 1] = 0
     g[:, 32:, 3, 0] = 0
     g[:, :, 4] = -0.002
-    maps = across.KDA.maps(kda_launches.KDACall.of(Inputs(q, k, v, g, beta), None, 1.0, H))
+    maps = across.KDA.maps(kda_launches.KDACall.of(Inputs(q, k, v, g, beta), None, 1.0, H), False)
 
     def forgets(tokens: int, h: int) -> bool:
         u = torch.ones(128, dtype=torch.float64)

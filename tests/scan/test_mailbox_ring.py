@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ring_la.algebra import Affine, transpose
+from ring_la.comm import copy_kernel
 from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
 from ring_la.scan.mailbox_ring import DenseMaps, Hop, LinkStates, launch_dense
 from tests.support.chain_maps import maps, serial
 from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
-from tests.support.line_of_ranks import groups
+from tests.support.line_of_ranks import CHUNK, groups
 from tests.support.pool import group
 
 interpreted()
@@ -28,12 +29,13 @@ CHAINS = {
 }
 
 
-def check_ring(rank: int, size: int, folder: str) -> int:
+def check_ring(rank: int, size: int, folder: str, rows: int = 1) -> int:
+    """A rank of so many: `rows` of three states each, on three lanes."""
     g, checked = over_files(rank, size, folder, chunk=1024), 0
     for kind_of_layout, documents in CHAINS.values():
         whole = Chain.of(Layout(48, kind_of_layout, size, rank, documents))
         for kind in ("identity", "scalar", "diagonal", "dense"):
-            forward = maps(whole, kind)
+            forward = maps(whole, kind, (rows, 3, 40, 6))
             back = [Affine(kind, transpose(kind, m.A), m.b) for m in forward[::-1]]
             for chain, links in ((whole, forward), (whole.reversed, back)):
                 before = g.bytes_sent
@@ -52,8 +54,9 @@ def check_ring(rank: int, size: int, folder: str) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_against_serial(ranks, tmp_path, size):
-    assert sum(ranks.run(size, check_ring, size, str(tmp_path))) > 20
+@pytest.mark.parametrize("rows", [1, 2], ids=["a unit a lane", "two units a lane"])
+def test_against_serial(ranks, tmp_path, size, rows):
+    assert sum(ranks.run(size, check_ring, size, str(tmp_path), rows)) > 20
 
 
 def check_canonical(rank: int, folder: str) -> None:
@@ -153,3 +156,103 @@ def test_every_choice_of_spans_that_forget(reverse, gets):
         asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
         assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, final)
         assert not final or torch.allclose(leaving[0, 0, 0], left, atol=1e-4), (flagged, final)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_other_launches_send_and_take(reverse):
+    """Where the last span forgets the link sends nothing; where the first one's transition is 0 it takes nothing."""
+    torch.manual_seed(0)
+    A, b, x = torch.randn(SPANS, K, K) / K**0.5, torch.randn(SPANS, K, K), torch.randn(1, 1, 1, K, K)
+    before, middle, behind = groups(3, x.device)
+    first, last = (SPANS - 1, 0) if reverse else (0, SPANS - 1)
+    empty = torch.empty_like(before.mailboxes.own)
+    copy_kernel.prepare(empty, 3, CHUNK)
+    for flagged in FLAGGED:
+        zero, forgets = (torch.zeros(SPANS, dtype=torch.int32) for _ in range(2))
+        zero[list(flagged)] = 1
+        for more in ((), range(SPANS), (last,)) if reverse else ((),):
+            forgets[:] = zero
+            forgets[list(more)] = 1
+            came, gone, entering = (torch.full((1, n, 1, K, K), torch.nan) for n in (1, 1, SPANS))
+            launch_dense(before, DenseMaps(None, x), LinkStates(None, None, None), Hop(None, 1, True))
+            spans = (t[None, :, None] for t in (A.masked_fill(zero[:, None, None].bool(), torch.nan), b, zero))
+            maps = DenseMaps(*spans, mailed=forgets[None, :, None])
+            launch_dense(middle, maps, LinkStates(None, entering, None), Hop(0, 2, True), reverse=reverse)
+            if zero[first]:  # it is there still
+                launch_dense(middle, DenseMaps(None, x), LinkStates(None, came, None), Hop(0, None, False))
+                assert torch.equal(came, x), flagged
+            want, left = through_spans(A, b, zero, x[0, 0, 0], reverse)
+            if not forgets[last]:
+                launch_dense(behind, DenseMaps(None, x), LinkStates(None, gone, None), Hop(1, None, False))
+                assert torch.allclose(gone[0, 0, 0], left, atol=1e-4), flagged
+            asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
+            asked = [s for s in asked if s != first or not zero[s]] if not (zero & forgets).all() else []
+            assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, more)
+            assert not any(g.mailboxes.late() for g in (before, middle, behind)), (flagged, more)
+            assert all(torch.equal(g.mailboxes.own, empty) for g in (before, middle, behind)), "all is given back"
+
+
+class InTheMiddle:
+    """Three ranks of one process, the second of which has spans [2, SPANS, 1, K, K]; x [2, 1, 1, K, K] enters them."""
+
+    def __init__(self, reverse: bool) -> None:
+        torch.manual_seed(0)
+        self.reverse, self.ranks = reverse, groups(3, torch.device("cpu"))
+        self.A, self.b = torch.randn(2, SPANS, 1, K, K) / K**0.5, torch.randn(2, SPANS, 1, K, K)
+
+    def send(self, x: torch.Tensor) -> None:
+        launch_dense(self.ranks[0], DenseMaps(None, x), LinkStates(None, None, None), Hop(None, 1, False))
+
+    def link(self, x: torch.Tensor, zero: torch.Tensor, final: bool = False) -> tuple[torch.Tensor, ...]:
+        """What enters each span and what leaves (NaN where nothing was stored), as it is and as it should be."""
+        want, left = (torch.empty_like(t) for t in (self.b, x))
+        through, added = torch.zeros_like(x), torch.empty_like(x)
+        for i, h in itertools.product(range(2), range(x.shape[2])):
+            maps = self.A[i, :, h], self.b[i, :, h], zero
+            want[i, :, h], left[i, 0, h] = through_spans(*maps, x[i, 0, h], self.reverse)
+            added[i, 0, h] = through_spans(*maps, torch.zeros(K, K), self.reverse)[1]
+            if not zero.any():
+                through[i, 0, h] = torch.linalg.multi_dot([*maps[0]][::-1])
+        flags = zero[None, :, None].expand(2, -1, x.shape[2]).contiguous()
+        A = self.A.masked_fill(flags[..., None, None].bool(), torch.nan)
+        entering = torch.full_like(self.b, torch.nan)
+        states = LinkStates(None, entering, added if final else None)
+        dense = DenseMaps(A, self.b, flags, None, (through, added))
+        launch_dense(self.ranks[1], dense, states, Hop(0, 2, True), reverse=self.reverse)
+        return entering, want, added if final else left, left
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        arrived = torch.full_like(x, torch.nan)
+        launch_dense(self.ranks[2], DenseMaps(None, x), LinkStates(None, arrived, None), Hop(1, None, False))
+        return arrived
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_choice_in_the_middle(reverse):
+    """One call after the other, the final states over what the piece adds; all is given back."""
+    line = InTheMiddle(reverse)
+    empty = torch.empty_like(line.ranks[0].mailboxes.own)
+    copy_kernel.prepare(empty, 3, CHUNK)
+    for flagged, final in itertools.product(FLAGGED, (False, True)):
+        zero, x = torch.zeros(SPANS, dtype=torch.int32), torch.randn(2, 1, 1, K, K)
+        zero[list(flagged)] = 1
+        line.send(x)
+        entering, want, kept, left = line.link(x, zero, final)
+        asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
+        assert torch.allclose(entering[:, asked], want[:, asked], atol=1e-4), (flagged, final)
+        assert torch.allclose(kept, left, atol=1e-4), (flagged, final)
+        assert torch.allclose(line.receive(x), left, atol=1e-4), (flagged, final)
+        for r in line.ranks:
+            assert torch.equal(r.mailboxes.own, empty), (flagged, final, r.rank)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_piece_that_forgets_in_all_waits_for_nobody_in_the_middle(reverse):
+    """None of its spans does alone. What it adds goes on though what should enter it never comes."""
+    line, x, zero = InTheMiddle(reverse), torch.randn(2, 1, 1, K, K), torch.zeros(SPANS, dtype=torch.int32)
+    line.A *= 1e-3
+    line.ranks[1].mailboxes.patience = 0
+    entering, _, _, left = line.link(x, zero)
+    assert entering[:, -1 if reverse else 0].isnan().all()
+    assert torch.allclose(line.receive(x), left, atol=1e-4)
+    assert line.ranks[1].mailboxes.late() == [0]

@@ -154,6 +154,24 @@ INLINE int load_acquire(const int* p) {
 INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
+// The same where other devices read and write, too
+INLINE void load_anywhere(u32* r, const u32* p) {
+  asm volatile("ld.relaxed.sys.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p) : "memory");
+}
+INLINE int swap_anywhere(int* p, int from, int to) {  // what was there, and what was written before it
+  int x;
+  asm volatile("atom.acquire.sys.global.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "l"(p), "r"(from), "r"(to) : "memory");
+  return x;
+}
+INLINE void store_release_anywhere(int* p, int x) {
+  asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+INLINE u64 nanoseconds() {
+  u64 x;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(x));
+  return x;
+}
 
 // A launch may begin before the one before it has ended (programmatic dependent launch; `CudaKernel.early`): once all programs of
 // that have come to `next_launch` or ended. It finds what that has written behind `launch_before`, by this thread and those that hear

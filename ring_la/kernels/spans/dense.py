@@ -23,6 +23,8 @@ from ring_la.kernels.triton.tiles import SIZES
 
 FLAGS = 32
 """Flags that a program reads at a time."""
+STEP = tl.constexpr(64)
+"""Columns of a transition that one product takes: both halves of more of them do not fit in a thread's registers."""
 
 
 @triton.jit
@@ -74,6 +76,21 @@ def zeros_of(zero, spans, count, H: tl.constexpr, REVERSE: tl.constexpr, FLAGS: 
 
 
 @triton.jit
+def _in_steps(
+    A, S, acc, k, c: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """acc + A[:, c : c + WIDE] S, by so many columns at a time that one product takes."""
+    if WIDE <= STEP:
+        return tl.dot(tile(A, k, c + tl.arange(0, WIDE), K, TRANSPOSED), S, acc, input_precision="tf32x3")
+    else:
+        HALF: tl.constexpr = WIDE // 2
+        W: tl.constexpr = S.shape[1]
+        upper, lower = tl.split(tl.permute(tl.reshape(S, [2, HALF, W]), [1, 2, 0]))
+        acc = _in_steps(A, upper, acc, k, c, K, HALF, TRANSPOSED)
+        return _in_steps(A, lower, acc, k, c + HALF, K, HALF, TRANSPOSED)
+
+
+@triton.jit
 def products(
     S, b_, A_, entering, spans, first, end, count, at, live, k, j, v, H: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, EYE: tl.constexpr, ENTER: tl.constexpr,
@@ -89,7 +106,7 @@ def products(
         else:
             acc = tl.load(b_ + row * K * W + at, live, other=0.0)
         if BJ == BK:
-            S = tl.dot(tile(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
+            S = _in_steps(A_ + row * K * K, S, acc, k, 0, K, BK, REVERSE)
         else:
             tl.debug_barrier()
             for m in range(0, K, BJ):

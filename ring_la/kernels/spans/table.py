@@ -71,7 +71,7 @@ GRADIENT: Table = {
 }  # fmt: skip
 # By key channels alone, always on fp32: columns of a state, or of a product of transitions, that a program takes.
 PREFIX = {64: Tiling(32, 4, 2), 128: Tiling(32, 8, 2), 256: Tiling(32, 4, 1)}
-PREFIX_MAPS = {64: Tiling(32, 4, 2), 128: Tiling(64, 8, 2), 256: Tiling(32, 4, 1)}
+PREFIX_MAPS = {64: Tiling(32, 4, 2), 128: Tiling(32, 8, 2), 256: Tiling(32, 4, 1)}
 VALUE_STEP = {"none": 64, "scalar": 32}
 """Value channels a step of `delta_gradients`, without a decay and with a scalar one."""
 GRADIENT_DIAGONAL: Table = {64: Tiling(32, 4, 2), 128: Tiling(32, 4, 2), 256: Tiling(32, 8, 1)}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_la.kernels.protocol import Inputs, SpanMaps
+from ring_la.kernels.protocol import Inputs, Mail, SpanMaps
 from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.wy import gdn_launches, kda_launches
@@ -40,10 +40,13 @@ class SpanKernels(Protocol):
         left: how many tensors `output` leaves for the gradients.
         ahead: whether a rank finds what its tokens do to a state before one comes that goes on, or takes that through
             its spans first, which gates that forget spare it.
+        mails: whether they send states, and take those that come, themselves where spans forget; no others are given a
+            `mail`, or asked what is `mailed`.
     """
 
     left: ClassVar[int]
     ahead: ClassVar[bool]
+    mails: ClassVar[bool]
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         """The call, which gradients follow if it is to `train`; all of its spans have one length."""
@@ -53,23 +56,28 @@ class SpanKernels(Protocol):
         """Whether there is room for what gradients take."""
         ...
 
-    def maps(self, call: Any) -> SpanMaps:
-        """What each span does to the state that enters it."""
+    def maps(self, call: Any, mailed: bool) -> SpanMaps:
+        """What each span does to the state that enters it; `mailed`: with `SpanMaps.mailed`."""
         ...
 
-    def output(self, call: Any, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
+    def output(
+        self, call: Any, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
+    ) -> tuple[Tensor, Saved]:
         """o, and if `keep` what the gradients take, of the states that enter the spans."""
         ...
 
-    def added_back(self, call: Any, saved: Saved, do: Tensor) -> Tensor:
-        """What each span adds to the gradient of the state that enters it."""
+    def added_back(self, call: Any, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
+        """What each span adds to the gradient of the state that enters it, and (`mailed`) `SpanMaps.mailed`."""
         ...
 
     def prepared(self, call: Any, saved: Saved) -> Chunks:
         """What the gradients take that needs no gradient of a state, and `saved` lacks; None: nothing, or later."""
         ...
 
-    def gradients(self, call: Any, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
+    def gradients(
+        self, call: Any, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
+        mail: Mail | None,
+    ) -> Inputs:  # fmt: skip
         """Those of the inputs, of the gradients of the states that leave the spans."""
         ...
 
@@ -96,11 +104,21 @@ def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
     return found, Passing(found.own, found.transition, maps=True, zero=found.zero)
 
 
+def _given(entering: Tensor, maps: SpanMaps, mail: Mail | None) -> Passing:
+    """What enters every span, but for what comes by `mail`."""
+    if mail is None:
+        return Passing(entering, given=True)
+    assert maps.mailed is not None
+    memory, numbers = mail
+    return Passing(entering, maps.own, given=True, zero=maps.zero, mail=(*memory, maps.mailed, *numbers))
+
+
 class DeltaSpans:
     """The delta rule's and the gated delta rule's."""
 
     left: ClassVar[int] = 3
     ahead: ClassVar[bool] = True
+    mails: ClassVar[bool] = False
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
@@ -108,13 +126,15 @@ class DeltaSpans:
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return gdn_launches.keeps(inputs, cu)
 
-    def maps(self, call: GDNCall) -> SpanMaps:
+    def maps(self, call: GDNCall, mailed: bool) -> SpanMaps:
         found, passing = _maps(call)
         kernel = partial(gdn_launches.forward_kernel, False, *call.defines, maps=True)
         call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
         return found
 
-    def output(self, call: GDNCall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
+    def output(
+        self, call: GDNCall, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
+    ) -> tuple[Tensor, Saved]:
         o, heads = torch.empty_like(call.inputs.v), _heads(call)
         kept = gdn_launches.room(call, len(heads)) if keep else (None,) * 3
         passing = Passing(entering, given=True)
@@ -122,18 +142,21 @@ class DeltaSpans:
         call.launch(kernel, heads, o, (None, None), kept, passing=passing)
         return o, tuple(kept) if keep else ()
 
-    def added_back(self, call: GDNCall, saved: Saved, do: Tensor) -> Tensor:
+    def added_back(self, call: GDNCall, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
         found, (states, writes, pairs) = _room(call), saved
         kernel = partial(gdn_launches.backward_kernel, *call.defines, maps=True)
         passing = Passing(found, maps=True)
         kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
-        return found
+        return found, None
 
     def prepared(self, call: GDNCall, saved: Saved) -> Chunks:
         return None
 
-    def gradients(self, call: GDNCall, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
+    def gradients(
+        self, call: GDNCall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
+        mail: Mail | None,
+    ) -> Inputs:  # fmt: skip
         to, (states, writes, pairs) = gdn_launches.results(call), saved
         kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
         passing = Passing(entering, given=True)
@@ -147,6 +170,7 @@ class KDASpans:
 
     left: ClassVar[int] = 1
     ahead: ClassVar[bool] = False
+    mails: ClassVar[bool] = True
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         B, T, H = inputs.v.shape[:3]
@@ -156,21 +180,24 @@ class KDASpans:
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
 
-    def maps(self, call: KDACall) -> SpanMaps:
+    def maps(self, call: KDACall, mailed: bool) -> SpanMaps:
         found, passing = _maps(call)
         call.launch("forward", _heads(call), None, (None, None), passing=passing)
-        return found
+        return found._replace(mailed=found.zero) if mailed else found
 
-    def output(self, call: KDACall, entering: Tensor, keep: bool) -> tuple[Tensor, Saved]:
+    def output(
+        self, call: KDACall, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
+    ) -> tuple[Tensor, Saved]:
         o = torch.empty_like(call.inputs.v)
-        call.launch("forward", _heads(call), o, (None, None), passing=Passing(entering, given=True))
+        call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, maps, mail))
         return o, (entering,) if keep else ()
 
-    def added_back(self, call: KDACall, saved: Saved, do: Tensor) -> Tensor:
+    def added_back(self, call: KDACall, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
         found, further = _room(call), (do, *(None,) * 5)
-        passing = Passing(found, maps=True)
+        forgets = call.new(*found.shape[:3], dtype=torch.int32) if mailed else None
+        passing = Passing(found, maps=True, zero=forgets)
         call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
-        return found
+        return found, forgets
 
     def prepared(self, call: KDACall, saved: Saved) -> Chunks:
         H = len(_heads(call))
@@ -180,13 +207,16 @@ class KDASpans:
         self._chunks(call, saved, heads, room)
         return room
 
-    def gradients(self, call: KDACall, entering: Tensor, saved: Saved, do: Tensor, prepared: Chunks) -> Inputs:
+    def gradients(
+        self, call: KDACall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
+        mail: Mail | None,
+    ) -> Inputs:  # fmt: skip
         to = kda_launches.results(call)
         further = (do, *to.qkv, to.g, to.beta)
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
             if prepared is None:
                 self._chunks(call, saved, heads, kept)
-            call.launch("backward", heads, None, (None, None), kept, further, Passing(entering, given=True))
+            call.launch("backward", heads, None, (None, None), kept, further, _given(entering, maps, mail))
         return by_key_head(to, call.inputs.q.shape[2])
 
     def _chunks(self, call: KDACall, saved: Saved, heads: range, room: tuple[Tensor, Tensor]) -> None:

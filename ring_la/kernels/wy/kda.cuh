@@ -5,6 +5,9 @@
 #define OUTER a.length
 #include "spans.cuh"
 #include "maps.cuh"
+#if MAILED
+#include "mail.cuh"
+#endif
 
 #define GROUP 4 // tokens whose factors are made together
 #define FORGOTTEN 9.3e-10f // 2^-30
@@ -18,8 +21,9 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS, forward:
-                         // whether spans' transitions are 0 and not written, [count, H]
+  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS:
+                         // whether spans forget what enters them, [count, H], forward those whose transitions are 0 and not written, which
+                         // `given` and MAILED means
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS: spans' transitions, [count, H, K, K]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
@@ -29,6 +33,9 @@ struct Args {
   int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int side_by_side;      // whether all programs run at once
   float scale;
+#if MAILED
+  Mail mail;             // `parts` is what spans add then, [count, H, K, V]
+#endif
 };
 
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
@@ -131,10 +138,10 @@ INLINE Forgets forgetting(const Args& a, int t, int u, bool for_t, bool for_u, i
   }
   return {x, y};
 }
-// The same by all warps of token t, which has `there` tokens that count, and of u, which has `here`, if asked (`both`).
+// The same by eight warps of token t, which has `there` tokens that count, and of u, which has `here`, if asked (`both`).
 INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
   const int w = uniform(threadIdx.x >> 5);
-  return forgetting(a, t, u, there >= 2 * C, both && here >= 2 * C, step, h, said, w, lane, [] { __syncthreads(); });
+  return forgetting(a, t, u, there >= 2 * C, both && here >= 2 * C, step, h, said, w, lane, [] { between_warps(); });
 }
 // Of chunks that a span begins early (backward: late), how many come before it starts from zero; 2: it does not. By eight warps.
 INLINE int chunks_to_skip(const Args& a, int t, int step, int h, u32 said, int w, int lane) {
@@ -199,6 +206,25 @@ INLINE void of_tokens(float (&x)[4], u32 at) {
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = __uint_as_float(y[i >> 1][i & 1]);
 }
+
+// MAPS: which chunks are wanted is not known at first. Those who make chunks begin with the two that count if a span forgets, `early`;
+// those who decide tell them at `told` how many more, and from which token on.
+INLINE int early(const Span& x) { return x.end - x.begin >= 2 * C ? 2 : 0; }
+INLINE void tell(const Reach& r, int passes, u32 told) {  // by eight warps
+  if (threadIdx.x == 0) {
+    sts32(told, r.t0);
+    sts32(told + 4, r.n);
+    sts32(told + 8, r.whole ? passes : 0);
+  }
+  __syncthreads();
+}
+struct Told { int t0, n, passes; };
+INLINE Told hear(u32 told) {
+  __syncthreads();
+  return {uniform(lds32(told)), uniform(lds32(told + 4)), uniform(lds32(told + 8))};
+}
+// How many of the early ones are not wanted
+INLINE int unwanted(const Span& x, const Reach& r) { return r.whole ? early(x) : early(x) - r.n; }
 
 // The span and head of this program, whose number stands at `said`. Read again for every pass, so that no register holds
 // them meanwhile.

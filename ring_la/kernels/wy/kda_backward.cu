@@ -44,6 +44,7 @@
 #define HARD (BARS_S + 2 * 16)
 #define OPEN (HARD + 16)               // a barrier: the last of several passes may begin
 #define SAID (OPEN + 16)
+#define TOLD STATES                    // MAPS
 
 struct BackArgs {
   Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
@@ -208,10 +209,26 @@ INLINE void read_own(float scale, u32 at, int lane) {
 INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, u32 base, int w, int lane) {
   const Args& a = b.a;
   const u32 at = base + w * SLOT, full = base + BARS + w * 32;
+#if MAPS
+  const int pass = 0, before = early(x);
+  for (int c = w;; c += SLOTS) {
+    int m = before - 1 - c;
+    if (c >= before) {
+      if (c < before + SLOTS) {
+        const Told found = hear(base + TOLD);
+        n = found.n, passes = found.passes;
+      }
+      if (c >= before + n * passes) break;
+      m = before + n - 1 - c;
+    }
+    const int t = x.begin + m * C;
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+#else
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
     if (pass == 2) bar_wait(base + OPEN, 0);
+#endif
     load_chunk(b, t, lim, x.chunk + m, h, pass != 1, at, lane);
     float beta = 0.f;
     if (lane < C && t + lane < lim) beta = beta_at(a, (u64)(t + lane) * a.H + h);
@@ -703,14 +720,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   const MapsOf m = maps_of(a, false);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, false, base + SAID, lane);
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < SLOTS) produce(b, x, m.h, x.end, r.n, 1, base, w, lane);
+    if (w < SLOTS) produce(b, x, m.h, x.end, 0, 0, base, w, lane);
+    else hear(base + TOLD);
   } else {
     registers_up<200>();
+    const Reach r = reach(a, x, m, false, base + SAID, lane);
+    if (a.flags && tid == 0) a.flags[m.s * a.H + m.h] = !r.whole;
+    tell(r, 1, base + TOLD);
+    const int stop = r.whole ? early(x) + r.n : r.n ? early(x) : 0;
     find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
-      walk(S, b, m.h, x.begin, x.end, c, c + r.n, 0, c + r.n, base, w, lane);
+      walk(S, b, m.h, x.begin, x.end, c, stop, unwanted(x, r), stop, base, w, lane);
     });
   }
 #else
@@ -729,6 +750,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     __syncthreads();
     if (lds32(base + SAID + 4) == 2) return;
   }
+#endif
+#if MAILED
+  if (uniform(x.last && tid < 256)) mail(a, x, s, h, false, base + SAID + 16, w, lane);
 #endif
   const int lim = x.last ? x.end : min(x.end + 2 * C, y.end), passes = 1;
   const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);

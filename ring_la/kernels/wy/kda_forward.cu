@@ -41,6 +41,7 @@
 #define SAID (HARD + SLOTS * 4)      // the ticket; what was decided; whether the next span waits; bounds, from 16 bytes on
 #define OPEN (SAID + 32)             // a barrier: the last of several passes may begin
 #define STAGE (OPEN + 16)            // of each warp that carries the state: 1 KB on its way out
+#define TOLD STAGE                   // MAPS
 
 // The same of row `row` of kg (rows 0 to 15) and qg (16 to 31), 16 chunks each, for wgmma
 INLINE u32 kq(int row, int chunk) { return OFF_KQ + (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
@@ -171,14 +172,30 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   }
 }
 
-// The chunks of `passes` over a span, n each, one to three; the second is without values, the third waits for OPEN.
+// The chunks of `passes` over a span, n each, one to three; the second is without values, the third waits for OPEN. MAPS: see `early`.
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
+#if MAPS
+  const int before = early(x);
+  for (int c = w;; c += SLOTS) {
+    int pass = 0, t = x.end - (before - c) * C;
+    if (c >= before) {
+      if (c < before + SLOTS) {
+        const Told found = hear(base + TOLD);
+        t0 = found.t0, n = found.n, passes = found.passes;
+      }
+      if (c >= before + n * passes) break;
+      pass = (c - before) / n;
+      t = t0 + (c - before - pass * n) * C;
+    }
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+#else
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n;
     if (pass == 2) bar_wait(base + OPEN, 0);
     const int t = t0 + (c - pass * n) * C;
+#endif
     load_chunk(a, t, x.end, h, pass != 1, at, lane);
     float b = 0.f;
     if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
@@ -495,15 +512,18 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   MapsOf m = maps_of(a, true, true);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, true, base + SAID, lane);
-  if (forgets_all(a, m, r)) return;
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    produce(a, x, m.h, r.t0, r.n, m.last + 1, base, w, lane);
+    produce(a, x, m.h, 0, 0, 0, base, w, lane);
   } else {
     registers_up<152>();
+    const Reach r = reach(a, x, m, true, base + SAID, lane);
+    forgets_all(a, m, r);
+    tell(r, m.last + 1, base + TOLD);
+    const int before = early(x), skip = unwanted(x, r);
     find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
-      walk(S, a, m.h, r.t0, x.end, x.end, 0, c, c + r.n, 0, base, w, lane);
+      const int from = c ? before + c : 0, stop = r.whole ? before + c + r.n : r.n ? before : 0;
+      walk(S, a, m.h, r.t0 - (c ? 0 : skip * C), x.end, x.end, 0, from, stop, skip, base, w, lane);
     });
   }
 #else
@@ -521,6 +541,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     __syncthreads();
     if (lds32(base + SAID + 4) == 2) return;
   }
+#endif
+#if MAILED
+  if (uniform(x.first && tid < 256)) mail(a, x, s, h, true, base + SAID + 16, w, lane);
 #endif
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif

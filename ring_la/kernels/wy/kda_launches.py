@@ -35,23 +35,25 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS = "15Q10if4x"
+ARGUMENTS, MAIL = "15Q10if4x", "4Q2qQ10i"
 SHARED = 232448
 
 
 @functools.cache
 def kernel(
-    name: str, *defines: str, leaves: bool = False, deferred: bool = False, maps: bool = False, early: bool = False
-) -> CudaKernel:
+    name: str, *defines: str, leaves: bool = False, deferred: bool = False, maps: bool = False, early: bool = False,
+    mailed: bool = False,
+) -> CudaKernel:  # fmt: skip
     """`forward`, `states` (what the backward needs of every chunk) or `backward`. One that `leaves` does so with spans
     that wait, which a `deferred` one then goes over; `maps`: it finds spans' maps alone; `early`: it follows the launch
-    of its flags."""
-    flags = dict(LEAVES=leaves, DEFERRED=deferred, MAPS=maps)
+    of its flags; `mailed`: see `Passing`."""
+    flags = dict(LEAVES=leaves, DEFERRED=deferred, MAPS=maps, MAILED=mailed)
+    arguments = ARGUMENTS + MAIL * mailed
     folder, defines = Path(__file__).parent, (*defines, *(f"{flag}={int(x)}" for flag, x in flags.items()))
     if name == "backward":
-        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, SHARED, defines, early)
+        return CudaKernel(folder / "kda_backward.cu", "kda_backward", arguments + "6Q", 384, SHARED, defines, early)
     keep = f"KEEP={int(name == 'states')}"
-    return CudaKernel(folder / "kda_forward.cu", "kda_forward", ARGUMENTS, 512, SHARED, (*defines, keep), early)
+    return CudaKernel(folder / "kda_forward.cu", "kda_forward", arguments, 512, SHARED, (*defines, keep), early)
 
 
 @functools.cache
@@ -75,7 +77,11 @@ def as_read(inputs: Inputs) -> Inputs:
 
 class Passing(NamedTuple):
     """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, (`parts`) their
-    transitions, and which of those are `zero`; of one whose spans wait what they combine, `together` at a time."""
+    transitions, and which spans are `zero`: forget what enters them; of one whose spans wait what they combine,
+    `together` at a time.
+
+    `mail`: as `mail.cuh` has it: what leaves a piece whose end forgets is sent, and what comes to one whose first
+    span's transition is 0 is taken, not given."""
 
     states: Tensor
     parts: Tensor | None = None
@@ -83,6 +89,7 @@ class Passing(NamedTuple):
     given: bool = False
     maps: bool = False
     zero: Tensor | None = None
+    mail: tuple[Tensor | int, ...] = ()
 
     @property
     def waits(self) -> bool:
@@ -158,9 +165,10 @@ class KDACall:
             programs, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
             heads.start, len(heads), passing.given, side_by_side(programs, x.v.device),
-            self.scale, *further,
+            self.scale, *passing.mail, *further,
         )  # fmt: skip
-        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits)(*arguments)
+        mailed = bool(passing.mail)
+        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits, mailed=mailed)(*arguments)
         if ahead:
             kernel(name, *self.defines, deferred=True)(*arguments)
 

@@ -21,6 +21,7 @@ from ring_la.kernels.protocol import (
     Border,
     InputGradients,
     Inputs,
+    Mail,
     Output,
     OutputUse,
     SpanMaps,
@@ -83,7 +84,7 @@ class ScannedSpans:
         return cls(kernels, SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[FoundMaps] | None = None) -> Summary[FoundMaps]:
-        plan, found = self.plan, FoundMaps(self.kernels.maps(self.call)) if known is None else known.found
+        plan, found = self.plan, FoundMaps(self.kernels.maps(self.call, False)) if known is None else known.found
         _, leaving = prefix(plan, found.maps, plan.state(S0), False, enter=False)
         return Summary(transitions_of_pieces(plan, found.maps) if through else None, leaving, found)
 
@@ -93,14 +94,15 @@ class ScannedSpans:
     def output(
         self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
     ) -> Output:
-        maps = self.kernels.maps(self.call) if summary is None else summary.found.maps
+        mail = self.mail(border if summary is None else None, False)
+        maps = self.kernels.maps(self.call, mail is not None) if summary is None else summary.found.maps
         entered = self.entered(maps, S0, border, False, final=self.use.final)
-        o, saved = self.kernels.output(self.call, entered.entering, self.use.saved)
+        o, saved = self.kernels.output(self.call, entered.entering, maps, self.use.saved, mail)
         left = SpansLeft(maps.transition, maps.zero, entered.passed, saved)
         return Output(o, entered.leaving, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
-        found = FoundMaps(self.maps_back(backward))
+        found = FoundMaps(self.maps_back(backward, False))
         _, entering = prefix(self.plan, found.maps, self.plan.state(dS_end), True, enter=False)
         return Adjoint(entering, found)
 
@@ -114,19 +116,28 @@ class ScannedSpans:
         adjoint: Adjoint[FoundMaps] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        maps = self.maps_back(backward) if adjoint is None else adjoint.found.maps
+        mail = self.mail(border if adjoint is None else None, True)
+        maps = self.maps_back(backward, mail is not None) if adjoint is None else adjoint.found.maps
         left, prepared = SpansLeft.of(backward.saved), None
         if border is not None and not border.sends[True]:  # while what enters is on its way
             prepared = self.kernels.prepared(self.call, left.rest)
         entered = self.entered(maps, dS_end, border, True, left.passed, backward.S0 is not None)
-        grads = self.kernels.gradients(self.call, entered.entering, left.rest, _read(backward.do), prepared)
+        do = _read(backward.do)
+        grads = self.kernels.gradients(self.call, entered.entering, maps, left.rest, do, prepared, mail)
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
-    def maps_back(self, backward: Backward) -> SpanMaps:
+    def mail(self, border: Border | None, reverse: bool) -> Mail | None:
+        """What kernels take that send and receive states themselves."""
+        if border is None or not self.kernels.mails:
+            return None
+        B, _, H, _, K, V = self.plan.sizes
+        return border.mail((B * H, K, V), reverse)
+
+    def maps_back(self, backward: Backward, mailed: bool) -> SpanMaps:
         """What each span does to the gradient of the state that leaves it."""
         left = SpansLeft.of(backward.saved)
-        own = self.kernels.added_back(self.call, left.rest, _read(backward.do))
-        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero)
+        own, forgets = self.kernels.added_back(self.call, left.rest, _read(backward.do), mailed)
+        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero, forgets)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""

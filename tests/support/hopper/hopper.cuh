@@ -153,6 +153,16 @@ INLINE int load_acquire(const int* p) {
   return *(volatile const int*)p;
 }
 INLINE void store_release(int* p, int x) { machine::written_before(); *(volatile int*)p = x; machine::it().progress++; }
+INLINE void load_anywhere(u32* r, const u32* p) {
+  for (int i = 0; i < 4; i++) r[i] = *(volatile const u32*)(p + i);
+}
+INLINE int swap_anywhere(int* p, int from, int to) {
+  const int x = *(volatile int*)p;
+  if (x == from) *(volatile int*)p = to;
+  return x;
+}
+INLINE void store_release_anywhere(int* p, int x) { *(volatile int*)p = x; machine::it().progress++; }
+INLINE u64 nanoseconds() { return (u64)std::chrono::steady_clock::now().time_since_epoch().count(); }
 template <int N> INLINE void registers_down() {}
 template <int N> INLINE void registers_up() {}
 

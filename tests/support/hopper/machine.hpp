@@ -5,6 +5,7 @@
 //
 // Included before everything else, since the kernels define macros of one letter.
 #pragma once
+#include <chrono>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
