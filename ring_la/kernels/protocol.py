@@ -158,9 +158,9 @@ class SpanMaps(NamedTuple):
             ``[B, NS, H, K, K]``; None for the identity.
         all: of every span; False: without those that no later span of this rank needs.
         zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
-        mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where those who go over them send what leaves
-            a piece that ends with one, and take what comes to one whose transition is 0 (`Border.mail`). None:
-            `Border.spans` sees to all states.
+        mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where those who go over them take what comes
+            to one whose transition is 0, and, if that is so for all heads, send what leaves a piece that ends with one
+            that forgets (`Border.mail`). None: `Border.spans` sees to all states.
     """
 
     kind: Transition

@@ -40,6 +40,7 @@ class MailboxBorder:
         self.carries = tuple(any(_comes(hop) and _goes(hop) for hop in h) for h in self.hops)
         self._sent = tuple(sum(hop.target is not None for hop in hops) for hops in self.hops)
         self.sends = tuple(n > 0 for n in self._sent)
+        self._in_line = chain.slots() == 1  # what a rank's launches wait for depends on none of its later ones
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -59,7 +60,7 @@ class MailboxBorder:
         self.group.mailboxes.order()
 
     def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
-        return mail(self.group, self.hops[reverse], states)
+        return mail(self.group, self.hops[reverse], states) if self._in_line else None
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,

@@ -222,8 +222,9 @@ def dense_link_kernel(
     GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
     one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
     one begins from zero.
-    MAILED: where the last span forgets what enters it (`mailed` [B, NS, H]), the launch behind sends what leaves; where
-    the first one's transition is 0, it takes what comes. Each unit has a lane of its own then.
+    MAILED: where the first span's transition is 0, the launch behind takes what comes; if so for all heads, so that no
+    link waits, it also sends what leaves, where the last span forgets what enters it (`mailed` [B, NS, H]). Each unit
+    has a lane of its own then.
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """
@@ -238,11 +239,19 @@ def dense_link_kernel(
     lo, count = spans_of(first, piece, NS, VARLEN)
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
+    nobody_waits = lane >= 0
+    if MAILED and RECEIVES:
+        r = tl.arange(0, LANES // UNITS)
+        heads = (r // H * NS + lo + (count - 1 if REVERSE else 0)) * H + r % H
+        nobody_waits = tl.min((tl.load(zero + heads, r < rows, other=1) != 0).to(tl.int32), 0) != 0
     if MAILED and RECEIVES and not KEEPS:
         only = (lane // UNITS // H * NS + lo) * H + lane // UNITS % H
         _, _, forget = zeros_of(mailed, only, count, H, REVERSE, FLAGS)
         _, _, cleared = zeros_of(zero, only, count, H, REVERSE, FLAGS)
-        if (forget == count) & (cleared == count):  # no span wants what enters it from here
+        idle = (forget == count) & (cleared == count)  # no span wants what enters it from here
+        if SENDS:
+            idle = idle & nobody_waits
+        if idle:
             return
     for u in tl.range(lane.to(tl.int64), rows * UNITS, LANES, disable_licm=True):
         row = u // UNITS
@@ -266,7 +275,7 @@ def dense_link_kernel(
             if RECEIVES:
                 stays = nil == 0
             if SENDS:
-                free = tl.load(mailed + spans + (0 if REVERSE else count - 1) * H) == 0
+                free = (tl.load(mailed + spans + (0 if REVERSE else count - 1) * H) == 0) | ~nobody_waits
         if SENDS:
             if free:
                 free = _claim(give, target, broken, report, patience, CLOCK)

@@ -90,8 +90,9 @@ class DenseMaps(NamedTuple):
         first: as of elementwise maps.
         through: transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole pieces, by which what
             comes by a message goes on by one; None: it goes through the spans first.
-        mailed: int32 ``[B, NS, H]``, which spans forget what enters them: the launch behind sends what leaves a piece
-            that ends with one, and takes what comes to a span whose transition is 0. None: the link sees to all states.
+        mailed: int32 ``[B, NS, H]``, which spans forget what enters them, where the launch behind takes what comes to a
+            span whose transition is 0, and sends what leaves a piece that ends with one that forgets, if all heads
+            leave it what comes. None: the link sees to all states.
     """
 
     A: Tensor | None
@@ -208,14 +209,13 @@ def mail(group: Group, hops: Sequence[Hop], states: tuple[int, int, int]) -> Mai
     """What `mail.cuh` takes of these launches, for so many states [K, V], each in lanes of its own; None: the link sees
     to them all."""
     lanes, (rows, K, V) = group.mailboxes.lanes[1], states
-    comes, goes = ([hop for hop in hops if getattr(hop, end) is not None] for end in ("source", "target"))
-    if K * COLUMNS != lanes.room or V % COLUMNS or rows * V // COLUMNS > lanes.count or max(len(comes), len(goes)) > 1:
+    crossing = [hop for hop in hops if hop.source is not None or hop.target is not None]
+    if K * COLUMNS != lanes.room or V % COLUMNS or rows * V // COLUMNS > lanes.count or len(crossing) != 1:
         return None
     boxes, (P, FLAG) = group.mailboxes, (group.mailboxes.constants[name] for name in ("P", "FLAG"))
-    ranks = (comes[0].source if comes else -1), (goes[0].target if goes else -1)
-    pieces = (comes[0].piece if comes else 0), (goes[0].piece if goes else 0)
     memory = boxes.own, boxes.mailboxes, boxes.broken, boxes.report, lanes.skip, boxes.patience
-    return memory, (group.rank, *ranks, *pieces, P, lanes.count, lanes.room, FLAG, 0)
+    ranks = (-1 if rank is None else rank for rank in (group.rank, crossing[0].source, crossing[0].target))
+    return memory, (*ranks, crossing[0].piece, P, lanes.count, lanes.room, FLAG)
 
 
 def _flags(states: LinkStates) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Split calls by the kernels in CUDA C++, run on a CPU (`tests.support.hopper`), against one device in fp64: the ranks
 are processes, which exchange states by messages or by mailboxes in files.
 
-Spans are of 64 tokens. Heads forget in all of them, in none, and in the spans of every other run of tokens.
+Spans are of 64 tokens. Heads forget in all of them, in none, in the spans of every other run of tokens, and beside two
+borders.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ interpreted()
 LIMIT = 6e-3
 """Relative error of bf16, as on a GPU."""
 RUN = 70
-"""Tokens that a head forgets in, or does not."""
+"""Tokens that a head forgets in, or does not; and of a segment of two ranks' zigzag."""
+H = 4
 
 
 def emulated() -> ExitStack:
@@ -56,13 +58,15 @@ def emulated() -> ExitStack:
 
 
 def drawn(T: int, diagonal: bool) -> dict[str, Tensor]:
-    """Tokens of three heads: one forgets, one does not, one does in every other run."""
+    """Tokens of four heads: one forgets, one does not, one does in every other run; the last at the end of the first
+    run and at the beginning of the fourth."""
     torch.manual_seed(0)
-    q, k = (F.normalize(torch.randn(1, T, 3, 128), dim=-1).bfloat16() for _ in range(2))
-    falls = torch.arange(T) // RUN % 2 == 0
-    fall = torch.stack([torch.full((T,), 2.0), torch.full((T,), 0.01), torch.where(falls, 2.0, 0.01)], 1)
-    g = fall[..., None] * F.logsigmoid(torch.randn(1, T, 3, 128))
-    v, beta = torch.randn(1, T, 3, 128).bfloat16(), torch.randn(1, T, 3).sigmoid()
+    q, k = (F.normalize(torch.randn(1, T, H, 128), dim=-1).bfloat16() for _ in range(2))
+    t = torch.arange(T)
+    falls = torch.stack([t >= 0, t < 0, t // RUN % 2 == 0, (t - RUN + 32) * (RUN - t) > 0], 1)
+    falls[3 * RUN : 3 * RUN + 32, 3] = True
+    g = torch.where(falls, 4.0, 0.01)[..., None] * F.logsigmoid(torch.randn(1, T, H, 128))
+    v, beta = torch.randn(1, T, H, 128).bfloat16(), torch.randn(1, T, H).sigmoid()
     return {"q": q, "k": k, "v": v, "g": (g if diagonal else g[..., 0]).clamp(-5, 0), "beta": beta}
 
 
@@ -86,14 +90,14 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
 
     cp = ring_la.ContextParallel(group(size), scan="ring", validate="never")
     if files:
-        cp.comm = over_files(rank, size, folder, room=2048)
+        cp.comm = over_files(rank, size, folder, timeout=20, dense=(4 * H, 4096))
         cp.comm.transport = cp.comm.mailboxes.torch
     function = {
         "kda": functools.partial(ring_la.kda, lower_bound=-5.0),
         "gated_delta_rule": ring_la.gated_delta_rule,
     }[name]
     layout, x, N = cp.layout(T, kind, cu), drawn(T, name == "kda"), 1 if cu is None else len(cu) - 1
-    S0, dS, do = torch.randn(N, 3, 128, 128), torch.randn(N, 3, 128, 128), torch.randn(1, T, 3, 128).bfloat16()
+    S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn(1, T, H, 128).bfloat16()
     wide = {n: t.double() for n, t in x.items()}
     offsets, squares = None if cu is None else torch.tensor(cu), []
     with emulated(), mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of) as calls:
@@ -115,6 +119,7 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
 
 CASES = [
     ("kda", 2, "zigzag", (0, 80, 280), True),
+    ("kda", 2, "zigzag", None, True),
     ("gated_delta_rule", 3, "contiguous", None, True),
     ("kda", 3, "contiguous", None, True),
     ("kda", 4, "contiguous", None, False),
@@ -124,7 +129,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "size", "kind", "cu", "files"), CASES)
 def test_against_one_device(ranks, tmp_path, name, size, kind, cu, files):
-    found = ranks.run(size, check, size, str(tmp_path), name, kind, cu, files, 280, timeout=600)
+    found = ranks.run(size, check, size, str(tmp_path), name, kind, cu, files, 4 * RUN, timeout=600)
     errors, sizes = sum(squares for squares, _ in found).unbind(1)
     assert (errors / sizes).sqrt().max() <= LIMIT
     assert all(calls >= 4 for _, calls in found)

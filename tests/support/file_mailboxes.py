@@ -17,15 +17,17 @@ interpreted()
 BLOCKS, CHUNK = 2, 64  # few and small, so that messages of several chunks and rounds stay quick
 
 
-def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: int = CHUNK, room: int = 1024) -> Group:
-    """A gloo group whose messages go by mailboxes in files. `room`: words of a lane of dense maps' states."""
+def over_files(
+    rank: int, size: int, folder: str, timeout: float = 60.0, chunk: int = CHUNK, dense: tuple[int, int] = (3, 1024)
+) -> Group:
+    """A gloo group whose messages go by mailboxes in files. `dense`: lanes of dense maps' states, and words of one."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     interpreted()
     from ring_la.comm import copy_kernel
     from ring_la.comm.symmetric import MailboxMemory, SymmetricTransport
 
     own = Group(group(size), timedelta(seconds=timeout))
-    n, lanes = copy_kernel.words(size, chunk), ((3, 128), (3, room))
+    n, lanes = copy_kernel.words(size, chunk), ((3, 128), dense)
     if rank == 0:
         for r in range(size):
             boxes = torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32)

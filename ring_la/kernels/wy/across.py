@@ -40,13 +40,10 @@ class SpanKernels(Protocol):
         left: how many tensors `output` leaves for the gradients.
         ahead: whether a rank finds what its tokens do to a state before one comes that goes on, or takes that through
             its spans first, which gates that forget spare it.
-        mails: whether they send states, and take those that come, themselves where spans forget; no others are given a
-            `mail`, or asked what is `mailed`.
     """
 
     left: ClassVar[int]
     ahead: ClassVar[bool]
-    mails: ClassVar[bool]
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         """The call, which gradients follow if it is to `train`; all of its spans have one length."""
@@ -54,6 +51,11 @@ class SpanKernels(Protocol):
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         """Whether there is room for what gradients take."""
+        ...
+
+    def mails(self, call: Any, back: bool) -> bool:
+        """Whether they send states, and take those that come, themselves where spans forget; no others are given a
+        `mail`, or asked what is `mailed`."""
         ...
 
     def maps(self, call: Any, mailed: bool) -> SpanMaps:
@@ -118,13 +120,15 @@ class DeltaSpans:
 
     left: ClassVar[int] = 3
     ahead: ClassVar[bool] = True
-    mails: ClassVar[bool] = False
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return gdn_launches.keeps(inputs, cu)
+
+    def mails(self, call: GDNCall, back: bool) -> bool:
+        return False
 
     def maps(self, call: GDNCall, mailed: bool) -> SpanMaps:
         found, passing = _maps(call)
@@ -170,7 +174,6 @@ class KDASpans:
 
     left: ClassVar[int] = 1
     ahead: ClassVar[bool] = False
-    mails: ClassVar[bool] = True
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         B, T, H = inputs.v.shape[:3]
@@ -179,6 +182,12 @@ class KDASpans:
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
+
+    def mails(self, call: KDACall, back: bool) -> bool:
+        H = len(_heads(call))
+        return (
+            not back or kda_launches.group(call.chunks, H) == H
+        )  # else a launch goes after others' states and gradients
 
     def maps(self, call: KDACall, mailed: bool) -> SpanMaps:
         found, passing = _maps(call)

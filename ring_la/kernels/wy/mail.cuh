@@ -1,8 +1,9 @@
-// States [K, V] that go to another rank, and come from one, by mailboxes in the ranks' memory, without a launch between: what
+// States [K, V] that go to another rank, and come from one, by mailboxes in the ranks' memory, in the link's place: what
 // `scan/link_kernel.py` says of lanes, words and flags. A unit is 32 columns of a state; each has a lane of its own, so that none
 // waits for another.
 //
-// A span that begins from what comes has no chunks to begin early with, so that its program has the time. It sends first.
+// A span that begins from what comes has no chunks to begin early with, so that its program has the time. It sends first. Where a head's
+// link has waited for what comes, it has sent before: no rank's message stands behind another's.
 #pragma once
 #include "spans.cuh"
 
@@ -18,8 +19,8 @@ struct Mail {
   long long skip, patience;  // words of the mailboxes before the lanes; nanoseconds to wait for a rank
   const int* forgets;        // [count, H]: whether spans forget what enters them, on this way; `Args.flags`: whether transitions are 0
   int me, source, target;    // ranks; -1: none
-  int comes, leaves;         // to and from which piece, where there is a table
-  int ranks, lanes, room, flag, unused; // how many ranks and lanes; words of a room and of a flag
+  int piece;                 // which they come to and leave, where there is a table
+  int ranks, lanes, room, flag; // how many ranks and lanes; words of a room and of a flag
 };
 
 // A lane's flag, in the memory of who sends: whether it is taken
@@ -109,15 +110,21 @@ template <class Args> INLINE int other_end(const Args& a, int s, bool forward) {
   while (!a.table[s * 6 + (forward ? 5 : 4)]) s += forward ? 1 : -1;
   return s;
 }
+// Whether no head's link has waited for what comes: it is for these programs. Of a table s is the piece's first span on this way, else
+// rows have theirs. By a warp.
+template <class Args> INLINE bool nobody_waited(const Args& a, int s, bool forward, int lane) {
+  const int each = (a.T + a.length - 1) / a.length, row = min(lane, (a.table ? 1 : a.pieces) * a.H - 1);
+  const int first = a.table ? s : row / a.H * each + (forward ? 0 : each - 1);
+  return a.mail.source < 0 || __all_sync(~0u, a.flags[first * a.H + row % a.H]);
+}
 
 // What leaves a piece, if its end forgets what enters, and what enters it, if its first span passes none of that on; on this way x, the
 // s-th, is the first. What enters is where a launch that is `given` reads it from. By eight warps.
 template <class Args> INLINE void mail(const Args& a, const Span& x, int s, int h, bool forward, u32 said, int w, int lane) {
   const Mail& m = a.mail;
-  const int first = ((a.table ? 0 : x.piece) * a.H + h) * UNITS;
-  const int end = other_end(a, s, forward);
-  if (uniform(m.target >= 0 && (!a.table || x.piece == m.leaves) && m.forgets[end * a.H + h]))
-    send(a.parts + ((u64)end * a.H + h) * (D * D), m, first, said, w, lane);
-  if (uniform(m.source >= 0 && (!a.table || x.piece == m.comes) && a.flags[s * a.H + h]))
-    receive(a.states + ((u64)s * a.H + h) * (D * D), m, first, w, lane);
+  if (a.table && x.piece != m.piece) return;
+  const int lanes = ((a.table ? 0 : x.piece) * a.H + h) * UNITS, end = other_end(a, s, forward);
+  if (nobody_waited(a, s, forward, lane) && uniform(m.target >= 0 && m.forgets[end * a.H + h]))
+    send(a.parts + ((u64)end * a.H + h) * (D * D), m, lanes, said, w, lane);
+  if (uniform(m.source >= 0 && a.flags[s * a.H + h])) receive(a.states + ((u64)s * a.H + h) * (D * D), m, lanes, w, lane);
 }

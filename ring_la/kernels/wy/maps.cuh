@@ -36,7 +36,7 @@ template <class Args> INLINE MapsOf maps_of(const Args& a, bool forward, bool bo
 struct Reach { int t0, n, whole; };
 // Whether span x forgets what enters it, by how many chunks, or -1; and so y, the one behind it.
 struct Forgets { int x, y; };
-// By all warps. `forgetting` is the rule's; y is x where nobody asks.
+// By all warps that `forgetting`, the rule's, asks for; y is x where nobody asks.
 template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapsOf& m, bool forward, u32 said, int lane) {
   const bool behind = !m.first && !(forward ? x.last : x.first);
   const Span y = span_of(a, behind ? (forward ? m.s + 1 : m.s - 1) : m.s);
@@ -47,7 +47,7 @@ template <class Args> INLINE Reach reach(const Args& a, const Span& x, const Map
   return {uniform(forward ? x.end - found.x * C : x.begin), found.x, 0};
 }
 
-// Say whether the transition is 0, of which nothing but the flag is written; whether that is all. By all warps.
+// Say whether the transition is 0, of which nothing but the flag is written; whether that is all. By the same warps.
 template <class Args> INLINE bool forgets_all(const Args& a, MapsOf& m, const Reach& r) {
   if (m.last && threadIdx.x == 0) a.flags[m.s * a.H + m.h] = !r.whole;
   if (!r.whole) m.last = 0;

@@ -99,7 +99,7 @@ class ScannedSpans:
         entered = self.entered(maps, S0, border, False, final=self.use.final)
         o, saved = self.kernels.output(self.call, entered.entering, maps, self.use.saved, mail)
         left = SpansLeft(maps.transition, maps.zero, entered.passed, saved)
-        return Output(o, entered.leaving, left.flat if self.use.saved else ())
+        return Output(o, entered.leaving if self.use.final else None, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
         found = FoundMaps(self.maps_back(backward, False))
@@ -119,7 +119,9 @@ class ScannedSpans:
         mail = self.mail(border if adjoint is None else None, True)
         maps = self.maps_back(backward, mail is not None) if adjoint is None else adjoint.found.maps
         left, prepared = SpansLeft.of(backward.saved), None
-        if border is not None and not border.sends[True]:  # while what enters is on its way
+        if border is not None and (
+            mail or not border.sends[True]
+        ):  # before what is sent, or while what enters is on its way
             prepared = self.kernels.prepared(self.call, left.rest)
         entered = self.entered(maps, dS_end, border, True, left.passed, backward.S0 is not None)
         do = _read(backward.do)
@@ -128,7 +130,7 @@ class ScannedSpans:
 
     def mail(self, border: Border | None, reverse: bool) -> Mail | None:
         """What kernels take that send and receive states themselves."""
-        if border is None or not self.kernels.mails:
+        if border is None or not self.kernels.mails(self.call, reverse):
             return None
         B, _, H, _, K, V = self.plan.sizes
         return border.mail((B * H, K, V), reverse)
