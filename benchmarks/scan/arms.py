@@ -42,7 +42,9 @@ HALF_LIVES = (16, 65536)
 UNSPLIT = ("local", "alone", "FLA local", "FlashQLA local")
 """Arms that know nothing of other ranks: their result is not the whole sequence's."""
 
-Gates = Literal["trained", "none", "production"]
+Gates = Literal["trained", "none", "production", "mixed"]
+SLOW = 8
+"""Of so many heads one whose gate forgets nothing, in "mixed"."""
 Call = Callable[..., Tensor]
 
 
@@ -84,7 +86,8 @@ def tokens(
 
     q and k have unit length, and `keys` heads if that is given. Gates are fp32 per head, or of `dtype` per channel:
     −ln 2 / half-life times a random factor of mean 1 a token, and per channel a factor of ½ to 2; zero for
-    gates="none"; for "production" those of the production rows of `bench ops`, in fp32, as β then is. β is sigmoid(x),
+    gates="none"; for "production" those of the production rows of `bench ops`, in fp32, as β then is, and "mixed" the
+    same of Kimi's rows with every eighth head from the rows of gates that forget nothing. β is sigmoid(x),
     x normal.
     """
     op, (T, H, D) = OPS[name], shape
@@ -95,8 +98,10 @@ def tokens(
 
     q, k = (normalize(normal(1, T, keys or H, D), dim=-1).to(dtype) for _ in range(2))
     out = [q, k, normal(1, T, H, D).to(dtype)]
-    if gates == "production":
+    if gates in ("production", "mixed"):
         g = production.GATES[op.production](normal, (1, T, H, D) if op.gate == "diagonal" else (1, T, H))
+        if gates == "mixed":
+            g[:, :, ::SLOW] = production.slow(normal, (1, T, -(-H // SLOW), D))
         return [x.requires_grad_() for x in (*out, g, torch.sigmoid(normal(1, T, H)))]
     if op.gate:
         share = torch.arange(H, device=device) / max(1, H - 1)
@@ -114,13 +119,15 @@ def tokens(
 def gate_kinds(name: str, wanted: list[Gates]) -> list[Gates]:
     """The kinds of gates to measure an op with: an additive one that never forgets is linear attention."""
     op = OPS[name]
-    known = [gates for gates in wanted if gates != "production" or op.production]
+    named = {"production": bool(op.production), "mixed": op.production == "kimi"}
+    known = [gates for gates in wanted if named.get(gates, True)]
     return known if op.gate and op.beta else known[:1]
 
 
 def promised(name: str, gates: Gates) -> dict[str, float]:
     """What a caller knows of these gates and says in a call of ours."""
-    return {"lower_bound": production.BOUND} if gates == "production" and OPS[name].production == "kimi" else {}
+    bounded = gates in ("production", "mixed") and OPS[name].production == "kimi"
+    return {"lower_bound": production.BOUND} if bounded else {}
 
 
 class Unhidden(ContextParallel):

@@ -17,7 +17,7 @@ import argparse
 import math
 import pathlib
 import time
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from ring_la.scan import Chain
 from ..options import counts, names
 from ..peers import fla_tuning
 from ..timing import Step, captured, in_turns, speeds
-from .arms import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
+from .arms import OPS, UNSPLIT, Call, Gates, Team, error, exchanges, gate_kinds, tokens, truth
 from .report import Case, Report
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
@@ -46,8 +46,11 @@ CHECKED = {"cuda": 1024, "cpu": 192}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", type=names(OPS), default=",".join(OPS))
-    gates = 'half-lives of 16 to 65,536 tokens ("trained"), none, those of the production rows of bench ops'
-    parser.add_argument("--gates", type=names(("trained", "none", "production")), default="trained,none", help=gates)
+    gates = (
+        'half-lives of 16 to 65,536 tokens ("trained"), none, those of the production rows of bench ops; "mixed", KDA: '
+        "these, but one head of eight forgets nothing"
+    )
+    parser.add_argument("--gates", type=names(get_args(Gates)), default="trained,none", help=gates)
     parser.add_argument("--ranks", type=counts, default=[], help="group sizes, comma-separated; default: all ranks")
     lengths = "tokens a rank, comma-separated; default 16384,4096 (CPU: 256)"
     parser.add_argument("--lengths", type=counts, default=[], help=lengths)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ring_la
 from benchmarks.scan import bench
-from benchmarks.scan.arms import OPS, Team, gradients, promised, tokens, truth
+from benchmarks.scan.arms import OPS, Team, gate_kinds, gradients, promised, tokens, truth
 from benchmarks.scan.report import Report
 from ring_la.cli.transitions import TRANSITIONS
 from ring_la.scan import STRATEGIES
@@ -126,6 +126,14 @@ def test_a_bound_is_said_of_kimis_gates_alone():
     assert (q.shape[2], v.shape[2]) == (2, 4)
     assert (q.dtype, g.dtype, beta.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert -5 <= g.min() <= g.max() <= 0
+
+
+def test_of_mixed_gates_a_head_of_eight_forgets_nothing():
+    assert promised("kda", "mixed") == {"lower_bound": -5.0}
+    assert gate_kinds("kda", ["production", "mixed"]) == ["production", "mixed"]
+    assert gate_kinds("gated_delta_rule", ["production", "mixed"]) == ["production"]
+    g = tokens("kda", "mixed", (40, 10, 16), torch.bfloat16, torch.device("cpu"), 0)[3].mean((0, 1, 3))
+    assert (g > -0.01).tolist() == [h % 8 == 0 for h in range(10)]
 
 
 def test_the_truth_of_some_heads_at_a_time_is_that_of_all():
