@@ -35,12 +35,13 @@ class MailboxBorder:
         self.group = group
         back = [(last, first) for first, last in reversed(pieces)]
         self.hops = _hops(chain, group.rank, pieces), _hops(chain.reversed, group.rank, back)
-        self.key = (group.name, *self.hops)
+        # nothing waits for what a later launch sends, and none of those programs are among the last
+        self._mails = chain.slots() == 1 and count == 1
+        self.key = (group.name, self._mails, *self.hops)
         self.whole = tuple({hop.piece for hop in hops} == set(range(count)) for hops in self.hops)
         self.carries = tuple(any(_comes(hop) and _goes(hop) for hop in h) for h in self.hops)
         self._sent = tuple(sum(hop.target is not None for hop in hops) for hops in self.hops)
         self.sends = tuple(n > 0 for n in self._sent)
-        self._in_line = chain.slots() == 1  # what a rank's launches wait for depends on none of its later ones
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -60,7 +61,7 @@ class MailboxBorder:
         self.group.mailboxes.order()
 
     def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
-        return mail(self.group, self.hops[reverse], states) if self._in_line else None
+        return mail(self.group, self.hops[reverse], states) if self._mails else None
 
     def spans(
         self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,

@@ -240,7 +240,7 @@ def dense_link_kernel(
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
     nobody_waits = lane >= 0
-    if MAILED and RECEIVES:
+    if MAILED and RECEIVES and SENDS:
         r = tl.arange(0, LANES // UNITS)
         heads = (r // H * NS + lo + (count - 1 if REVERSE else 0)) * H + r % H
         nobody_waits = tl.min((tl.load(zero + heads, r < rows, other=1) != 0).to(tl.int32), 0) != 0

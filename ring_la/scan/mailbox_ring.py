@@ -22,8 +22,8 @@ the widest pass over tokens beside them leaves (`attend_kernel` for dq under a c
 threads). Measured beside 64, 128 and 512 programs, with and without the bound."""
 LEAST, WIDEST = 16, 256
 """Columns of such a unit: as narrow as a product may be; and the widest maps the kernel takes."""
-COLUMNS = 32
-"""Those of a unit that `mail.cuh` sends and takes."""
+COLUMNS, ROWS = 32, 32
+"""Columns of a unit that `mail.cuh` sends and takes, and the most states, whose flags a warp reads at once."""
 
 
 def carries(group: Group, like: Affine) -> bool:
@@ -206,16 +206,16 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
 
 
 def mail(group: Group, hops: Sequence[Hop], states: tuple[int, int, int]) -> Mail | None:
-    """What `mail.cuh` takes of these launches, for so many states [K, V], each in lanes of its own; None: the link sees
-    to them all."""
+    """What `mail.cuh` takes of the only launch, for so many states [K, V], each in lanes of its own; None: the link
+    sees to them all."""
     lanes, (rows, K, V) = group.mailboxes.lanes[1], states
-    crossing = [hop for hop in hops if hop.source is not None or hop.target is not None]
-    if K * COLUMNS != lanes.room or V % COLUMNS or rows * V // COLUMNS > lanes.count or len(crossing) != 1:
+    fits = K * COLUMNS == lanes.room and V % COLUMNS == 0 and rows * V // COLUMNS <= lanes.count and rows <= ROWS
+    if not fits or not hops:
         return None
-    boxes, (P, FLAG) = group.mailboxes, (group.mailboxes.constants[name] for name in ("P", "FLAG"))
+    (hop,), boxes, (P, FLAG) = hops, group.mailboxes, (group.mailboxes.constants[name] for name in ("P", "FLAG"))
     memory = boxes.own, boxes.mailboxes, boxes.broken, boxes.report, lanes.skip, boxes.patience
-    ranks = (-1 if rank is None else rank for rank in (group.rank, crossing[0].source, crossing[0].target))
-    return memory, (*ranks, crossing[0].piece, P, lanes.count, lanes.room, FLAG)
+    ranks = (-1 if rank is None else rank for rank in (group.rank, hop.source, hop.target))
+    return memory, (*ranks, P, lanes.count, lanes.room, FLAG)
 
 
 def _flags(states: LinkStates) -> dict[str, Any]:

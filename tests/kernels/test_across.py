@@ -90,7 +90,7 @@ class Silent:
 @pytest.mark.parametrize("mail", [None, ((1,), (2,))], ids=["", "mailed"])
 def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle, mail):
     """The link goes through the spans, behind a scan only where what comes goes on by the whole piece's map. Nothing is
-    filled. Where nothing is sent what needs no gradient of a state comes before it."""
+    filled. What needs no gradient of a state comes before it where it sends nothing, or kernels mail."""
     launches: list[str] = []
     before = ["maps", "scan", "link"] if middle and kernels.ahead else ["maps", "link"]
 
@@ -116,6 +116,6 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, 
         launches.clear()
         call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle, mail))
         first, link = before[:-1], before[-1:]
-        later = not middle or (mail is not None and kernels is across.KDA)  # nobody's link waits for what goes later
+        later = not middle or (mail is not None and kernels is across.KDA)
         assert launches == (first + prepared + link if later else before + prepared) + output
     assert done.names == []

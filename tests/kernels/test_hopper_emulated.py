@@ -20,12 +20,13 @@ interpreted()
 
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.comm.copy_kernel import UNSENT  # noqa: E402
 from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from ring_la.kernels.wy.zeros import ZEROS  # noqa: E402
-from ring_la.scan import Chain, MailboxBorder  # noqa: E402
+from ring_la.scan import Chain, MailboxBorder, border, mailbox_ring  # noqa: E402
 from tests.support import line_of_ranks  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
@@ -148,6 +149,41 @@ def test_states_from_other_shards(monkeypatch, name, slow):
     got = {n: got[n] for n in ("o", "S", "S0", *x)}
     check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
     assert mailed == ({"forward", "backward"} if name == "kda" else set()), "states that they send and take themselves"
+
+
+@pytest.mark.parametrize("slow", [3.0, 0.02], ids=["all forget", "one waits"])
+def test_batch_rows_from_other_shards(monkeypatch, slow):
+    """Which rows' and heads' states the link leaves to the launch behind; one head of the second row may not forget."""
+    cuts, H, put = (0, 100, 196, 293), 2, set()  # no span is shorter than the chunks that tell
+    q, k = (F.normalize(torch.randn(2, cuts[-1], 1, 128), dim=-1).bfloat16() for _ in range(2))
+    fall = torch.tensor([[3.0, 3.0], [3.0, slow]])[:, None, :, None]
+    g = fall * F.logsigmoid(torch.randn(2, cuts[-1], H, 128))
+    x = {"q": q, "k": k, "v": torch.randn(2, cuts[-1], H, 128).bfloat16(), "g": g.clamp(min=-5)}
+    x["beta"] = torch.randn(2, cuts[-1], H).sigmoid()
+    (S0, dS), do = torch.randn(2, 2, 1, H, 128, 128), torch.randn_like(x["v"])
+    link = mailbox_ring.launch_dense
+
+    def spied(group, maps, states, hop, *, reverse):
+        room, target = group.mailboxes.lanes[1], hop.target
+        link(group, maps, states, hop, reverse=reverse)
+        if target is not None:
+            words = lanes_of(group.mailboxes, target, group.rank, room)
+            put.update((reverse, group.rank, i // 4) for i, full in enumerate((words != UNSENT.value).any(1)) if full)
+
+    monkeypatch.setattr(border, "launch_dense", spied)
+    got = line_of_ranks.results(across.KDA, Rule("delta", "diagonal"), x, cuts, (0, cuts[-1]), S0, do, dS)
+    got = {n: got[n] for n in ("o", "S", "S0", *x)}
+    check(reference.kda, [*x.values()], None, got, S0[:, 0], do, dS[:, 0])
+    everything = {(back, 1, row) for back in (False, True) for row in range(4)}
+    ends = {(False, 0, 3), (True, 2, 3)}
+    assert put == (set() if slow > 1 else everything | ends), "which the link has sent"
+
+
+def lanes_of(boxes, receiver: int, sender: int, lanes) -> torch.Tensor:
+    """The rooms of these lanes, a row each."""
+    words, P = boxes._memory.keep[receiver][lanes.skip :], boxes.members.size
+    flags = P * lanes.count * boxes.constants["FLAG"]
+    return words[flags : flags + P * lanes.count * lanes.room].view(P, lanes.count, lanes.room)[sender]
 
 
 def test_a_state_that_does_not_come_in_time():

@@ -50,10 +50,10 @@ class Shard:
         self.ends = [(i, n) for i, (n, _, b) in enumerate(self.parts) if b == documents[n + 1]]
 
     def of(self, states: Tensor, chosen: list[tuple[int, int]]) -> Tensor | None:
-        """Those documents' states [1, N, …] as its parts have them, zero where another rank's enters."""
+        """Those documents' states [B, N, …] as its parts have them, zero where another rank's enters."""
         if not chosen:
             return None
-        out = states.new_zeros(1, len(self.parts), *states.shape[2:])
+        out = states.new_zeros(len(states), len(self.parts), *states.shape[2:])
         for i, n in chosen:
             out[:, i] = states[:, n]
         return out
@@ -63,7 +63,7 @@ def results(
     kernels: SpanKernels, rule: Rule, x: dict[str, Tensor], cuts: Sequence[int], documents: Sequence[int], S0: Tensor,
     do: Tensor, dS: Tensor,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """o, final states S, and the gradients of `x` and of S0 (states are [1, N, H, K, V]) of the ranks that `cuts` makes
+    """o, final states S, and the gradients of `x` and of S0 (states are [B, N, H, K, V]) of the ranks that `cuts` makes
     of a sequence of `documents`."""
     shards = [Shard(*ends, documents) for ends in pairwise(cuts)]
     joined = [bool(i) and len(shard.starts) < len(shard.parts) for i, shard in enumerate(shards)]

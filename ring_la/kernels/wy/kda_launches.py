@@ -35,7 +35,7 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "15Q10if4x", "4Q2qQ8i"
+ARGUMENTS, MAIL = "15Q10if4x", "4Q2qQ7i4x"
 SHARED = 232448
 
 

@@ -2,8 +2,9 @@
 // `scan/link_kernel.py` says of lanes, words and flags. A unit is 32 columns of a state; each has a lane of its own, so that none
 // waits for another.
 //
-// A span that begins from what comes has no chunks to begin early with, so that its program has the time. It sends first. Where a head's
-// link has waited for what comes, it has sent before: no rank's message stands behind another's.
+// For one piece of tokens, or one in each batch row. A span that begins from what comes has no chunks to begin early with, so that its
+// program has the time. It sends first. Where a head's link has waited for what comes, links have sent before: no rank's message stands
+// behind another's.
 #pragma once
 #include "spans.cuh"
 
@@ -19,7 +20,6 @@ struct Mail {
   long long skip, patience;  // words of the mailboxes before the lanes; nanoseconds to wait for a rank
   const int* forgets;        // [count, H]: whether spans forget what enters them, on this way; `Args.flags`: whether transitions are 0
   int me, source, target;    // ranks; -1: none
-  int piece;                 // which they come to and leave, where there is a table
   int ranks, lanes, room, flag; // how many ranks and lanes; words of a room and of a flag
 };
 
@@ -103,18 +103,11 @@ INLINE void receive(float* to, const Mail& m, int first, int w, int lane) {
   if (w == 0 && lane < UNITS) store_release_anywhere(flag_of(m, m.source, m.me, first + lane), 0);
 }
 
-// The span at the other end of a piece whose first one on this way is s
-template <class Args> INLINE int other_end(const Args& a, int s, bool forward) {
-  const int each = (a.T + a.length - 1) / a.length;
-  if (!a.table) return forward ? s + each - 1 : s - each + 1;
-  while (!a.table[s * 6 + (forward ? 5 : 4)]) s += forward ? 1 : -1;
-  return s;
-}
-// Whether no head's link has waited for what comes: it is for these programs. Of a table s is the piece's first span on this way, else
-// rows have theirs. By a warp.
-template <class Args> INLINE bool nobody_waited(const Args& a, int s, bool forward, int lane) {
-  const int each = (a.T + a.length - 1) / a.length, row = min(lane, (a.table ? 1 : a.pieces) * a.H - 1);
-  const int first = a.table ? s : row / a.H * each + (forward ? 0 : each - 1);
+template <class Args> INLINE int spans_a_row(const Args& a) { return (a.T + a.length - 1) / a.length; }
+// Whether no head's link has waited for what comes: it is for these programs. By a warp.
+template <class Args> INLINE bool nobody_waited(const Args& a, bool forward, int lane) {
+  const int each = spans_a_row(a), row = min(lane, a.pieces * a.H - 1);
+  const int first = row / a.H * each + (forward ? 0 : each - 1);
   return a.mail.source < 0 || __all_sync(~0u, a.flags[first * a.H + row % a.H]);
 }
 
@@ -122,9 +115,8 @@ template <class Args> INLINE bool nobody_waited(const Args& a, int s, bool forwa
 // s-th, is the first. What enters is where a launch that is `given` reads it from. By eight warps.
 template <class Args> INLINE void mail(const Args& a, const Span& x, int s, int h, bool forward, u32 said, int w, int lane) {
   const Mail& m = a.mail;
-  if (a.table && x.piece != m.piece) return;
-  const int lanes = ((a.table ? 0 : x.piece) * a.H + h) * UNITS, end = other_end(a, s, forward);
-  if (nobody_waited(a, s, forward, lane) && uniform(m.target >= 0 && m.forgets[end * a.H + h]))
-    send(a.parts + ((u64)end * a.H + h) * (D * D), m, lanes, said, w, lane);
-  if (uniform(m.source >= 0 && a.flags[s * a.H + h])) receive(a.states + ((u64)s * a.H + h) * (D * D), m, lanes, w, lane);
+  const int first = (x.piece * a.H + h) * UNITS, more = spans_a_row(a) - 1, end = forward ? s + more : s - more;
+  if (m.target >= 0 && nobody_waited(a, forward, lane) && uniform(m.forgets[end * a.H + h]))
+    send(a.parts + ((u64)end * a.H + h) * (D * D), m, first, said, w, lane);
+  if (m.source >= 0 && uniform(a.flags[s * a.H + h])) receive(a.states + ((u64)s * a.H + h) * (D * D), m, first, w, lane);
 }
