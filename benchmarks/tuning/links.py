@@ -4,9 +4,8 @@
 Maps of spans of heads of 128 channels, of which a quarter forgets nothing and the others all that came before a span.
 The scan (`prefix_dense_kernel`) by columns of a program, warps and stages: forward the states and the transitions of
 pieces, and back the states alone. The link (`dense_link_kernel`) as the first, a middle and the last rank's; what comes
-lies in its mailboxes. µs of a launch within a CUDA graph of many, which
-counts what lies between two launches; the link's without what fills its mailboxes each time. `apart`: the largest
-relative error beside fp64.
+lies in its mailboxes. µs of a launch within a CUDA graph of many, which counts what lies between two launches; the
+link's without what fills its mailboxes each time. `apart`: the largest relative error beside fp64.
 """
 
 from __future__ import annotations

@@ -184,10 +184,8 @@ class KDASpans:
         return True
 
     def mails(self, call: KDACall, back: bool) -> bool:
-        H = len(_heads(call))
-        return (
-            not back or kda_launches.group(call.chunks, H) == H
-        )  # else a launch goes after others' states and gradients
+        H = len(_heads(call))  # in groups, a launch would send behind others' states and gradients
+        return not back or kda_launches.group(call.chunks, H) == H
 
     def maps(self, call: KDACall, mailed: bool) -> SpanMaps:
         found, passing = _maps(call)
