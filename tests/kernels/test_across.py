@@ -90,13 +90,13 @@ class Silent:
 @pytest.mark.parametrize("mail", [None, ((1,), (2,))], ids=["", "mailed"])
 def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle, mail):
     """The link goes through the spans, behind a scan only where what comes goes on by the whole piece's map. Nothing is
-    filled. What needs no gradient of a state comes before it where it sends nothing, or kernels mail."""
+    filled. What needs no gradient of a state comes before it where it sends nothing, unless kernels mail."""
     launches: list[str] = []
     before = ["maps", "scan", "link"] if middle and kernels.ahead else ["maps", "link"]
 
     def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False):
         assert (leaves, early) == (False, False), "no span waits for another"
-        assert mailed == (kernels is across.KDA and mail is not None and name != "states" and not maps)
+        assert mailed == (kernels is across.KDA and mail is not None and name != "backward" and not maps)
         return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")
 
     for module, name in (
@@ -116,6 +116,6 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, 
         launches.clear()
         call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle, mail))
         first, link = before[:-1], before[-1:]
-        later = not middle or (mail is not None and kernels is across.KDA)
+        later = not middle and (mail is None or kernels is across.DELTA)
         assert launches == (first + prepared + link if later else before + prepared) + output
     assert done.names == []

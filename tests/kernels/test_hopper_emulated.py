@@ -148,7 +148,7 @@ def test_states_from_other_shards(monkeypatch, name, slow):
     got = line_of_ranks.results(kernels, Rule("delta", decay), x, cuts, cu, S0, do, dS)
     got = {n: got[n] for n in ("o", "S", "S0", *x)}
     check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
-    assert mailed == ({"forward", "backward"} if name == "kda" else set()), "states that they send and take themselves"
+    assert mailed == ({"forward", "states"} if name == "kda" else set()), "states that they send and take themselves"
 
 
 @pytest.mark.parametrize("slow", [3.0, 0.02], ids=["all forget", "one waits"])

@@ -144,6 +144,7 @@ INLINE void copy_out(void* to, u32 from, u32 bytes) {  // the other way; `copied
 INLINE void copy_out_all() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }  // behind the last copy_out
 INLINE void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // what was read may be written
 INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come
+INLINE void between_others() { asm volatile("bar.sync 2, 256;" ::: "memory"); }  // of other 256, where there are no pairs
 // The two warps of a pair; `pair`: its number, from 0 to 13
 INLINE void between_two(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 2) : "memory"); }
 INLINE int load_acquire(const int* p) {

@@ -106,13 +106,13 @@ def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
     return found, Passing(found.own, found.transition, maps=True, zero=found.zero)
 
 
-def _given(entering: Tensor, maps: SpanMaps, mail: Mail | None) -> Passing:
-    """What enters every span, but for what comes by `mail`."""
+def _given(states: Tensor, mail: Mail | None = None, maps: SpanMaps | None = None, entering: Tensor | None = None) -> Passing:
+    """The state that every span begins from; beside it, what leaves by `mail` under `maps`, and what is `entering` so."""
     if mail is None:
-        return Passing(entering, given=True)
-    assert maps.mailed is not None
+        return Passing(states, given=True)
+    assert maps is not None and maps.mailed is not None and entering is not None
     memory, numbers = mail
-    return Passing(entering, maps.own, given=True, zero=maps.zero, mail=(*memory, maps.mailed, *numbers))
+    return Passing(states, maps.own, given=True, zero=maps.zero, mail=(*memory, maps.mailed, entering, *numbers))
 
 
 class DeltaSpans:
@@ -196,7 +196,7 @@ class KDASpans:
         self, call: KDACall, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
     ) -> tuple[Tensor, Saved]:
         o = torch.empty_like(call.inputs.v)
-        call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, maps, mail))
+        call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, mail, maps, entering))
         return o, (entering,) if keep else ()
 
     def added_back(self, call: KDACall, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +211,7 @@ class KDASpans:
         if kda_launches.group(call.chunks, H) < H:
             return None
         ((heads, room),) = kda_launches.by_group(call)
-        self._chunks(call, saved, heads, room)
+        call.launch("states", heads, None, (None, None), room, passing=_given(*saved))
         return room
 
     def gradients(
@@ -220,16 +220,12 @@ class KDASpans:
     ) -> Inputs:  # fmt: skip
         to = kda_launches.results(call)
         further = (do, *to.qkv, to.g, to.beta)
+        (before,) = saved
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
             if prepared is None:
-                self._chunks(call, saved, heads, kept)
-            call.launch("backward", heads, None, (None, None), kept, further, _given(entering, maps, mail))
+                call.launch("states", heads, None, (None, None), kept, passing=_given(before, mail, maps, entering))
+            call.launch("backward", heads, None, (None, None), kept, further, _given(entering))
         return by_key_head(to, call.inputs.q.shape[2])
-
-    def _chunks(self, call: KDACall, saved: Saved, heads: range, room: tuple[Tensor, Tensor]) -> None:
-        """States before chunks and what these write, of some heads."""
-        (before,) = saved
-        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True))
 
 
 DELTA, KDA = DeltaSpans(), KDASpans()

@@ -34,7 +34,7 @@ struct Args {
   int side_by_side;      // whether all programs run at once
   float scale;
 #if MAILED
-  Mail mail;             // `parts` is what spans add then, [count, H, K, V]
+  Mail mail;             // `parts` is what spans add then, on the mail's way, [count, H, K, V]
 #endif
 };
 

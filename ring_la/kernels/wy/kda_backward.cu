@@ -751,9 +751,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     if (lds32(base + SAID + 4) == 2) return;
   }
 #endif
-#if MAILED
-  if (uniform(x.last && tid < 256)) mail(a, x, s, h, false, base + SAID + 16, w, lane);
-#endif
   const int lim = x.last ? x.end : min(x.end + 2 * C, y.end), passes = 1;
   const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
 #endif

@@ -543,13 +543,19 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   }
 #endif
 #if MAILED
-  if (uniform(x.first && tid < 256)) mail(a, x, s, h, true, base + SAID + 16, w, lane);
+  if (uniform(x.first && tid < 256)) {
+    send_leaving(a, x, s, h, !KEEP, base + SAID + 16, w, lane);
+    if (!KEEP) take_entering(a, x, s, h, true, w, lane, [] { between_warps(); });
+  }
 #endif
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {
     registers_down<104>();
     produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
+#if MAILED && KEEP
+    if (uniform(x.first)) take_entering(a, x, s, h, false, w, lane, [] { between_others(); });
+#endif
   } else {
     registers_up<152>();
 #if DEFERRED

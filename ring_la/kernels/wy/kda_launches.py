@@ -35,7 +35,7 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "15Q10if4x", "4Q2qQ7i4x"
+ARGUMENTS, MAIL = "15Q10if4x", "4Q2q2Q7i4x"
 SHARED = 232448
 
 
@@ -81,7 +81,7 @@ class Passing(NamedTuple):
     `together` at a time.
 
     `mail`: as `mail.cuh` has it: what leaves a piece whose end forgets is sent, and what comes to one whose first
-    span's transition is 0 is taken, not given."""
+    span's transition is 0 is taken, forward by the launch over spans, backward by the one that makes chunks' states."""
 
     states: Tensor
     parts: Tensor | None = None

@@ -2,9 +2,10 @@
 // `scan/link_kernel.py` says of lanes, words and flags. A unit is 32 columns of a state; each has a lane of its own, so that none
 // waits for another.
 //
-// For one piece of tokens, or one in each batch row. A span that begins from what comes has no chunks to begin early with, so that its
-// program has the time. It sends first. Where a head's link has waited for what comes, links have sent before: no rank's message stands
-// behind another's.
+// For one piece of tokens, or one in each batch row. Its first span has no chunks to begin early with, so that its program has the time.
+// Forward it sends, and takes what it begins from. Gradients go by the launch before theirs, which makes chunks' states: its program
+// sends as it begins, and those of its warps that make factors take what comes when they have made all. Where a head's link has
+// waited for what comes, links have sent before: no rank's message stands behind another's.
 #pragma once
 #include "spans.cuh"
 
@@ -19,6 +20,7 @@ struct Mail {
   int *broken, *report;      // of each rank: whether it is not waited for again; the same for the host
   long long skip, patience;  // words of the mailboxes before the lanes; nanoseconds to wait for a rank
   const int* forgets;        // [count, H]: whether spans forget what enters them, on this way; `Args.flags`: whether transitions are 0
+  float* entering;           // [count, H, K, V]: what enters spans on this way, where the launch that is `given` it reads it from
   int me, source, target;    // ranks; -1: none
   int ranks, lanes, room, flag; // how many ranks and lanes; words of a room and of a flag
 };
@@ -69,9 +71,9 @@ INLINE void send(const float* from, const Mail& m, int first, u32 said, int w, i
   }
 }
 
-// Take a state `to` its place, as soon as all of it has come: what has not in time is NaN. The lanes are given back. By eight warps,
-// which may read it then.
-INLINE void receive(float* to, const Mail& m, int first, int w, int lane) {
+// Take a state `to` its place, as soon as all of it has come: what has not in time is NaN. The lanes are given back. By eight warps
+// that `sync`, which may read it then.
+template <class Sync> INLINE void receive(float* to, const Mail& m, int first, int w, int lane, Sync sync) {
   u64 start = 0;
 #pragma unroll 1
   for (int j = 0; j < 16; j += 8) {
@@ -99,7 +101,7 @@ INLINE void receive(float* to, const Mail& m, int first, int w, int lane) {
       stg128(to + place(i), x[n]);
     }
   }
-  between_warps();
+  sync();
   if (w == 0 && lane < UNITS) store_release_anywhere(flag_of(m, m.source, m.me, first + lane), 0);
 }
 
@@ -111,12 +113,20 @@ template <class Args> INLINE bool nobody_waited(const Args& a, bool forward, int
   return a.mail.source < 0 || __all_sync(~0u, a.flags[first * a.H + row % a.H]);
 }
 
-// What leaves a piece, if its end forgets what enters, and what enters it, if its first span passes none of that on; on this way x, the
-// s-th, is the first. What enters is where a launch that is `given` reads it from. By eight warps.
-template <class Args> INLINE void mail(const Args& a, const Span& x, int s, int h, bool forward, u32 said, int w, int lane) {
+template <class Args> INLINE int first_lane(const Args& a, const Span& x, int h) { return (x.piece * a.H + h) * UNITS; }
+
+// What leaves a piece, if its end on this way forgets what enters; x, the s-th, is its first span. By eight warps.
+template <class Args> INLINE void send_leaving(const Args& a, const Span& x, int s, int h, bool forward, u32 said, int w, int lane) {
   const Mail& m = a.mail;
-  const int first = (x.piece * a.H + h) * UNITS, more = spans_a_row(a) - 1, end = forward ? s + more : s - more;
+  const int end = forward ? s + spans_a_row(a) - 1 : s;
   if (m.target >= 0 && nobody_waited(a, forward, lane) && uniform(m.forgets[end * a.H + h]))
-    send(a.parts + ((u64)end * a.H + h) * (D * D), m, first, said, w, lane);
-  if (m.source >= 0 && uniform(a.flags[s * a.H + h])) receive(a.states + ((u64)s * a.H + h) * (D * D), m, first, w, lane);
+    send(a.parts + ((u64)end * a.H + h) * (D * D), m, first_lane(a, x, h), said, w, lane);
+}
+// What enters it, if the span that it enters passes none of that on.
+template <class Args, class Sync>
+INLINE void take_entering(const Args& a, const Span& x, int s, int h, bool forward, int w, int lane, Sync sync) {
+  const Mail& m = a.mail;
+  const int begin = forward ? s : s + spans_a_row(a) - 1;
+  if (m.source >= 0 && uniform(a.flags[begin * a.H + h]))
+    receive(m.entering + ((u64)begin * a.H + h) * (D * D), m, first_lane(a, x, h), w, lane, sync);
 }

@@ -119,8 +119,7 @@ class ScannedSpans:
         mail = self.mail(border if adjoint is None else None, True)
         maps = self.maps_back(backward, mail is not None) if adjoint is None else adjoint.found.maps
         left, prepared = SpansLeft.of(backward.saved), None
-        # before what the launch behind sends, or while what enters is on its way
-        if border is not None and (mail or not border.sends[True]):
+        if border is not None and mail is None and not border.sends[True]:  # while what enters is on its way
             prepared = self.kernels.prepared(self.call, left.rest)
         entered = self.entered(maps, dS_end, border, True, left.passed, backward.S0 is not None)
         do = _read(backward.do)
