@@ -346,6 +346,9 @@ INLINE void keep_state(const float (&S)[16][4], char* to, u32 stage, int w, int 
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+#if MAILED
+      asm volatile("" : "+r"(lane));  // places are found anew, for which there are no registers
+#endif
       const int r = i * 8 + (lane >> 2), c = lane & 3;
       u32 z[4];
       lds128(z, stage + r * 64 + ((c ^ (r >> 1)) & 3) * 16);
