@@ -71,7 +71,7 @@ class Shared:
         return value(self.data.clone())
 
 
-def load(at: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Value:
+def load(at: Pointer, mask: Tensor | None = None, other: float = 0.0, cache_modifier: str = "") -> Value:
     where = torch.as_tensor(at.offset)
     mask = torch.ones_like(where, dtype=torch.bool) if mask is None else mask.expand(where.shape)
     found = at.tensor.reshape(-1)[torch.where(mask, where, 0).long()]
@@ -81,6 +81,13 @@ def load(at: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Value:
 def store(at: Pointer, x: Tensor, mask: Tensor | None = None) -> None:
     mask = torch.ones_like(at.offset, dtype=torch.bool) if mask is None else mask.expand(at.offset.shape)
     at.tensor.view(-1)[at.offset[mask].long()] = x.expand(at.offset.shape)[mask].to(at.tensor.dtype).as_subclass(Tensor)
+
+
+def atomic_add(at: Pointer, x: int, sem: str, scope: str) -> Value:
+    """What was there."""
+    before = value(at.tensor.view(-1)[int(at.offset)].clone())
+    at.tensor.view(-1)[int(at.offset)] += x
+    return before
 
 
 def multiply(a: Any, b: Shared, total: Tensor, use_acc: bool = True, is_async: bool = False) -> Value:
@@ -115,7 +122,7 @@ def language(ids: tuple[int, ...]) -> SimpleNamespace:
         zeros=lambda shape, kind, layout=None: value(torch.zeros(shape, dtype=kind)), exp2=torch.exp2,
         minimum=lambda a, b: min(int(a), int(b)), where=lambda c, a, b: torch.where(c, a, b),
         sum=lambda x, axis: x.sum(axis), convert_layout=lambda x, layout: x, associative_scan=scan,
-        thread_barrier=lambda: None,
+        thread_barrier=lambda: None, atomic_add=atomic_add,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import ADDITIVE_GRADIENT
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.wy.zeros import zeros
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -130,7 +131,7 @@ def chunk_gradients(
     plan: SpanPlan, gates: Gates, inputs: Inputs, do: Tensor, states: Tensor, adjoints: Tensor
 ) -> Inputs:
     """All gradients of all chunks at once, from the states before the chunks and the gradients of those after them; dq
-    and dk by head, or summed by pairs of heads."""
+    and dk by head, or, where a program takes two, summed over those that share a q and k."""
     how, (B, T, H, HK, K, V) = plan.pick(ADDITIVE_GRADIENT), plan.sizes
     dv, dg = plan.tokens(V), plan.new(B, T, H)
     db = plan.new(B, T, H) if gates.strong else None
@@ -138,16 +139,21 @@ def chunk_gradients(
     paired = not gates.constant and by_pairs(plan)
     dq, dk = (plan.new(B, T, H // 2 if paired else H, K, dtype=plan.dtype) for _ in range(2))
     read, rest = (*inputs.qkv, do, gates.read), (plan.chunks.table, T, plan.chunk_count, plan.scale)
-    args = (*filled(*read, gates.skip, states, adjoints, dq, dk, dv, dg, db, da), *rest)
+    tensors = (*read, gates.skip, states, adjoints, dq, dk, dv, dg, db, da)
+    args = (*filled(*tensors), *rest)
     strong: dict[str, Any] = dict(STRONG=gates.strong, SKIP=gates.skip is not None)
     shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
     if paired:
         from ring_la.kernels.scalar_decay.paired_gradients_hopper import paired_gradient_kernel
 
+        pairs = H // 2 // HK
+        ended = zeros(B * plan.chunk_count * HK, dq.device) if pairs > 1 else None
+        sums = [plan.new(B, T, HK, K, dtype=plan.dtype) if pairs > 1 else x for x in (dq, dk)]
         launch(
-            paired_gradient_kernel, (plan.chunk_count * (H // 2), B), *args, H=H, HK=HK, C=plan.chunk,
-            VARLEN=plan.packed, **strong, num_warps=4,
+            paired_gradient_kernel, (plan.chunk_count * (H // 2), B), *filled(*tensors, *sums, ended), *rest, H=H,
+            HK=HK, C=plan.chunk, VARLEN=plan.packed, **strong, PAIRS=pairs, num_warps=4,
         )  # fmt: skip
+        dq, dk = sums
     elif not (gates.constant or gates.strong) and plan.gluon:
         from ring_la.kernels.scalar_decay.chunk_gradients_hopper import additive_gradient_hopper_kernel
 

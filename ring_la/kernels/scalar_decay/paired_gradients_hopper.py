@@ -1,7 +1,8 @@
 """`chunk_gradients` for Hopper, in Gluon, where two heads of 64 value channels share keys of 128: a chunk of both a
 program.
 
-A program reads q and k once for both, and leaves the sums of both heads' dq and dk. What is inside a chunk is summed
+A program reads q and k once for both, and leaves the sums of both heads' dq and dk; of several pairs that share q and
+k, the last program of a chunk that ends adds them up, which the L2 cache still holds. What is inside a chunk is summed
 before it is multiplied, (B_1 + B_2) q for B_1 q + B_2 q; what comes in with the state is read apart, since the decays'
 gradients want it by head. With β (`kernels.strength`), x for v and u the sums below,
 
@@ -79,13 +80,30 @@ def both(a, b, c, d):
     return a + c, b + d
 
 
+@gluon.jit
+def add_up(x, out, n, PAIRS: gl.constexpr, HK: gl.constexpr, C: gl.constexpr, K: gl.constexpr):
+    """Sums in fp32, to n rows of `out`, of as many of `x`, which other programs have left."""
+    ROWS: gl.constexpr = 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    c = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
+    for first in gl.static_range(0, C, ROWS):
+        r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+        total = gl.zeros([ROWS, K], gl.float32, layout)
+        for i in gl.static_range(PAIRS):
+            at = x + r * (HK * PAIRS * K) + i * K + c
+            total += gl.load(at, mask=r < n, other=0.0, cache_modifier=".cg").to(gl.float32)
+        gl.store(out + r * (HK * K) + c, total.to(out.dtype.element_ty), mask=r < n)
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def paired_gradient_kernel(
-    q, k, v, do, F, SKIPPED, states, adjoints, dq_, dk_, dv_, dg_, db_, da_, table, T, NC, scale, H: gl.constexpr,
-    HK: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr, STRONG: gl.constexpr, SKIP: gl.constexpr,
+    q, k, v, do, F, SKIPPED, states, adjoints, dq_, dk_, dv_, dg_, db_, da_, q_sum, k_sum, ended, table, T, NC, scale,
+    H: gl.constexpr, HK: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr, STRONG: gl.constexpr, SKIP: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):  # fmt: skip
     """One chunk of C = 64 tokens of two heads, K 128 and V 64, 4 warps; arguments as for `additive_gradient_kernel`,
-    dq and dk [B, T, H / 2, K]."""
+    dq and dk [B, T, H / 2, K]. PAIRS of heads share q and k; if several, their sums go to q_sum and k_sum [B, T, HK, K],
+    and `ended` [B, NC, HK] counts programs from zero."""
     s, pair, b, start, n = chunk_here(table, T, H // 2, C, VARLEN)
     if n <= 0:
         return
@@ -108,8 +126,9 @@ def paired_gradient_kernel(
     h = 2 * pair
     chunk = (b.to(gl.int64) * NC + s) * H + h
     token = b.to(gl.int64) * T + start
-    q += (token * HK + h // (H // HK)) * K
-    k += (token * HK + h // (H // HK)) * K
+    shared = pair // PAIRS
+    q += (token * HK + shared) * K
+    k += (token * HK + shared) * K
     v += (token * H + h) * D
     do += (token * H + h) * D
     states += chunk * (K * D)
@@ -238,3 +257,10 @@ def paired_gradient_kernel(
     dg_ += token * H + h
     gl.store(dg_ + t * H, later + earlier - writes + gl.sum(through, 0) * gl.exp2(gc), mask=t < n)
     gl.store(dg_ + t * H + 1, later2 + earlier2 - writes2 + gl.sum(through2, 0) * gl.exp2(gc2), mask=t < n)
+    if PAIRS > 1:
+        gl.thread_barrier()  # all of the program's dq and dk are on their way, which the count lets be seen
+        before = gl.atomic_add(ended + (b.to(gl.int64) * NC + s) * HK + shared, 1, sem="acq_rel", scope="gpu")
+        if before == PAIRS - 1:
+            others = (pair - shared * PAIRS) * K
+            add_up(dq_ - others, q_sum + (token * HK + shared) * K, n, PAIRS, HK, C, K)
+            add_up(dk_ - others, k_sum + (token * HK + shared) * K, n, PAIRS, HK, C, K)
