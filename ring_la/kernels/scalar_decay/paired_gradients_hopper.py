@@ -102,8 +102,8 @@ def paired_gradient_kernel(
     PAIRS: gl.constexpr,
 ):  # fmt: skip
     """One chunk of C = 64 tokens of two heads, K 128 and V 64, 4 warps; arguments as for `additive_gradient_kernel`,
-    dq and dk [B, T, H / 2, K]. PAIRS of heads share q and k; if several, their sums go to q_sum and k_sum [B, T, HK, K],
-    and `ended` [B, NC, HK] counts programs from zero."""
+    dq and dk [B, T, H / 2, K]. PAIRS of heads share q and k; if several, their sums go to q_sum and k_sum
+    [B, T, HK, K], and `ended` [B, NC, HK] counts programs from zero."""
     s, pair, b, start, n = chunk_here(table, T, H // 2, C, VARLEN)
     if n <= 0:
         return

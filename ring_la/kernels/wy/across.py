@@ -106,11 +106,16 @@ def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
     return found, Passing(found.own, found.transition, maps=True, zero=found.zero)
 
 
-def _given(states: Tensor, mail: Mail | None = None, maps: SpanMaps | None = None, entering: Tensor | None = None) -> Passing:
-    """The state that every span begins from; beside it, what leaves by `mail` under `maps`, and what is `entering` so."""
+def _given(
+    states: Tensor, mail: Mail | None = None, maps: SpanMaps | None = None, entering: Tensor | None = None
+) -> Passing:
+    """The state that every span begins from; beside it, what leaves by `mail` under `maps`, and what is `entering`
+    so."""
     if mail is None:
         return Passing(states, given=True)
-    assert maps is not None and maps.mailed is not None and entering is not None
+    assert maps is not None
+    assert maps.mailed is not None
+    assert entering is not None
     memory, numbers = mail
     return Passing(states, maps.own, given=True, zero=maps.zero, mail=(*memory, maps.mailed, entering, *numbers))
 
@@ -119,7 +124,7 @@ class DeltaSpans:
     """The delta rule's and the gated delta rule's."""
 
     left: ClassVar[int] = 3
-    ahead: ClassVar[bool] = True
+    ahead: ClassVar[bool] = False
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
