@@ -22,6 +22,8 @@ from ..kernels.spans.dense import STEP, products, runs, spans_of, tile, zeros_of
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
+SMALL = -28.0
+"""log2 of the bound of what is left of a state that counts as nothing: the unit roundoff of fp32, and 4 more."""
 INTEGERS = ["me", "source", "target", "rows", "N", "NS", "piece", "earlier", "skip", "patience"]
 
 
@@ -117,6 +119,19 @@ def _largest(A, k, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _measured(squares, spans, count, H: tl.constexpr, FLAGS: tl.constexpr):
+    """log2 of a bound of what a piece's transitions together leave of a state: the product of their Frobenius norms."""
+    PARTS: tl.constexpr = 8
+    bound = 0.0
+    for p in range(0, count, FLAGS):
+        i = p + tl.arange(0, FLAGS)
+        at = (spans + i * H)[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+        sums = tl.sum(tl.load(squares + at, (i < count)[:, None], other=1 / PARTS), 1)
+        bound += 0.5 * tl.sum(tl.log2(sums), 0)
+    return bound
+
+
+@triton.jit
 def _factor(A, row, at, live, K: tl.constexpr, V: tl.constexpr, KIND: tl.constexpr, LOG: tl.constexpr):
     """What a span's transition does to the words `at` of its state."""
     if KIND == 1:
@@ -208,13 +223,13 @@ def link_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
-    A, b_, zero, mailed, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me, source,
-    target, rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    A, b_, zero, mailed, squares, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me,
+    source, target, rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr,
-    FORWARDS: tl.constexpr, KNOWN: tl.constexpr, MAILED: tl.constexpr, RECEIVES: tl.constexpr,
+    FORWARDS: tl.constexpr, KNOWN: tl.constexpr, MAILED: tl.constexpr, MEASURED: tl.constexpr, RECEIVES: tl.constexpr,
     HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr, REVERSE: tl.constexpr,
     VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr,
-    CLOCK: tl.constexpr, TINY: tl.constexpr,
+    CLOCK: tl.constexpr, TINY: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """The same under dense transitions A [B, NS, H, K, K] (REVERSE: their transposes), UNIT columns of a state a unit.
     A piece has a span at least.
@@ -225,6 +240,8 @@ def dense_link_kernel(
     MAILED: where the first span's transition is 0, the launch behind takes what comes; if so for all heads, so that no
     link waits, it also sends what leaves, where the last span forgets what enters it (`mailed` [B, NS, H]). Each unit
     has a lane of its own then.
+    MEASURED: so is what leaves a piece whose transitions together leave less than SMALL (log2) of what enters, by their
+    `squares` [B, NS, H, 8]; that is left out then.
     FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
     `added` [B, N, H, K, V]) before it goes through the spans.
     """
@@ -279,6 +296,7 @@ def dense_link_kernel(
         if SENDS:
             if free:
                 free = _claim(give, target, broken, report, patience, CLOCK)
+        small = u < 0  # whether that is so of all spans together
         waits = (u >= 0) & (nil == count)  # what goes on for what comes
         left = tl.zeros([BK, UNIT], tl.float32)
         if early:
@@ -304,6 +322,17 @@ def dense_link_kernel(
             waits = _largest(through + line * K * K, k, K, BK) >= TINY
             if not waits:
                 _put(there, unit, left, live, free)
+        elif MEASURED and GETS and SENDS:
+            small = _measured(squares, spans, count, H, FLAGS) < SMALL
+            if small:
+                left = tl.load(b_ + head * K * V + at, live, other=0.0)
+                left = products(
+                    left, b_, A, entering, spans, 1, count, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False,
+                    False, REVERSE,
+                )  # fmt: skip
+                _put(there, unit, left, live, free)
+                if KEEPS:
+                    tl.store(leaving + line * K * V + at, left, live)
         x = tl.zeros([BK, UNIT], tl.float32)
         if RECEIVES:
             if not stays:
@@ -322,6 +351,8 @@ def dense_link_kernel(
                 tl.store(leaving + line * K * V + at, left, live)
         # through the spans up to that one
         stop = nil if ENDS else tl.minimum(nil, count - 1)
+        if small:
+            stop = count - 1
         if GETS:
             S, p = x, 0
         else:

@@ -93,6 +93,8 @@ class DenseMaps(NamedTuple):
         mailed: int32 ``[B, NS, H]``, which spans forget what enters them, where the launch behind takes what comes to a
             span whose transition is 0, and sends what leaves a piece that ends with one that forgets, if all heads
             leave it what comes. None: the link sees to all states.
+        squares: ``[B, NS, H, 8]``, sums of squares of the transitions' elements, of those that are not 0: where little
+            enough is left of what enters a piece, what leaves it goes on first. None: nobody has looked.
     """
 
     A: Tensor | None
@@ -101,6 +103,7 @@ class DenseMaps(NamedTuple):
     first: Tensor | None = None
     through: tuple[Tensor, Tensor] | None = None
     mailed: Tensor | None = None
+    squares: Tensor | None = None
 
 
 def steps(
@@ -182,7 +185,7 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
     last to the first, by the transposed transitions."""
     from ..kernels.runtime.launch import launch
     from ..kernels.spans.dense import FLAGS, part
-    from .link_kernel import TINY, dense_link_kernel
+    from .link_kernel import SMALL, TINY, dense_link_kernel
 
     b, first, lanes, (B, spans, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[1], maps.b.shape
     wide = max(LEAST, _width(K))
@@ -195,13 +198,13 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
         states = states._replace(entering=torch.empty_like(b))
     launch(
         dense_link_kernel, (min(lanes.count, B * H * -(-V // unit)),), b if maps.A is None else maps.A, b,
-        *(b if x is None else x for x in (maps.zero, maps.mailed)), *(through or (b, b)),
+        *(b if x is None else x for x in (maps.zero, maps.mailed, maps.squares)), *(through or (b, b)),
         *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None, REVERSE=reverse,
-        VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY,
-        num_warps=8, num_stages=2,
+        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None,
+        MEASURED=maps.squares is not None, REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count,
+        CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY, SMALL=SMALL, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 

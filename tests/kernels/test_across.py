@@ -89,10 +89,9 @@ class Silent:
 @pytest.mark.parametrize("middle", [True, False])
 @pytest.mark.parametrize("mail", [None, ((1,), (2,))], ids=["", "mailed"])
 def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle, mail):
-    """The link goes through the spans, behind a scan only where what comes goes on by the whole piece's map. Nothing is
-    filled. What needs no gradient of a state comes before it where it sends nothing, unless kernels mail."""
+    """The link goes through the spans, behind their maps. Nothing is filled. What needs no gradient of a state comes
+    before it where it sends nothing, unless kernels mail."""
     launches: list[str] = []
-    before = ["maps", "scan", "link"] if middle and kernels.ahead else ["maps", "link"]
 
     def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False):
         assert (leaves, early) == (False, False), "no span waits for another"
@@ -112,10 +111,9 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, 
     with torch.no_grad(), Operations() as done:
         call = ScannedSpans.of(kernels, rule, inputs, None, 1.0, SPLIT)
         out = call.output(None, border=Silent(launches, middle, mail))
-        assert launches == before + output
+        assert launches == ["maps", "link", *output]
         launches.clear()
         call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle, mail))
-        first, link = before[:-1], before[-1:]
         later = not middle and (mail is None or kernels is across.DELTA)
-        assert launches == (first + prepared + link if later else before + prepared) + output
+        assert launches == ["maps", *([*prepared, "link"] if later else ["link", *prepared]), *output]
     assert done.names == []

@@ -151,6 +151,18 @@ def test_states_from_other_shards(monkeypatch, name, slow):
     assert mailed == ({"forward", "states"} if name == "kda" else set()), "states that they send and take themselves"
 
 
+@pytest.mark.parametrize("kernels", [across.DELTA, across.KDA], ids=["delta", "kda"])
+def test_squares_of_transitions(kernels):
+    """Of those that are not 0."""
+    q, k, v, beta = draw(160, 2, 1)
+    g = F.logsigmoid(torch.randn(1, 160, 2, 128)) * torch.tensor([3.0, 0.02])[:, None]
+    call, _ = kernels.cut(Inputs(q, k, v, g if kernels is across.KDA else g[..., 0], beta), None, 1.0, False)
+    maps = kernels.maps(call, False)
+    whole = maps.zero == 0
+    assert whole.tolist() == [[[False, True]] * 3]
+    assert torch.allclose(maps.squares[whole].sum(-1), maps.transition[whole].square().sum((-2, -1)), rtol=1e-5)
+
+
 @pytest.mark.parametrize("slow", [3.0, 0.02], ids=["all forget", "one waits"])
 def test_batch_rows_from_other_shards(monkeypatch, slow):
     """Which rows' and heads' states the link leaves to the launch behind; one head of the second row may not forget."""

@@ -216,11 +216,12 @@ def test_who_sends_where_some_head_waits(reverse, waits):
 
 
 class InTheMiddle:
-    """Three ranks of one process, the second of which has spans [2, SPANS, 1, K, K]; x [2, 1, 1, K, K] enters them."""
+    """Three ranks of one process, the second of which has spans [2, SPANS, 1, K, K]; x [2, 1, 1, K, K] enters them.
+    What is left of it is known of whole pieces, or bounded by squares of spans' transitions (`measured`)."""
 
-    def __init__(self, reverse: bool) -> None:
+    def __init__(self, reverse: bool, measured: bool) -> None:
         torch.manual_seed(0)
-        self.reverse, self.ranks = reverse, groups(3, torch.device("cpu"))
+        self.reverse, self.measured, self.ranks = reverse, measured, groups(3, torch.device("cpu"))
         self.A, self.b = torch.randn(2, SPANS, 1, K, K) / K**0.5, torch.randn(2, SPANS, 1, K, K)
 
     def send(self, x: torch.Tensor) -> None:
@@ -241,6 +242,8 @@ class InTheMiddle:
         entering = torch.full_like(self.b, torch.nan)
         states = LinkStates(None, entering, added if final else None)
         dense = DenseMaps(A, self.b, flags, None, (through, added))
+        if self.measured:
+            dense = DenseMaps(A, self.b, flags, squares=A.square().view(*A.shape[:3], 8, -1).sum(-1))
         launch_dense(self.ranks[1], dense, states, Hop(0, 2, True), reverse=self.reverse)
         return entering, want, added if final else left, left
 
@@ -250,10 +253,11 @@ class InTheMiddle:
         return arrived
 
 
+@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_every_choice_in_the_middle(reverse):
+def test_every_choice_in_the_middle(reverse, measured):
     """One call after the other, the final states over what the piece adds; all is given back."""
-    line = InTheMiddle(reverse)
+    line = InTheMiddle(reverse, measured)
     empty = torch.empty_like(line.ranks[0].mailboxes.own)
     copy_kernel.prepare(empty, 3, CHUNK)
     for flagged, final in itertools.product(FLAGGED, (False, True)):
@@ -269,13 +273,30 @@ def test_every_choice_in_the_middle(reverse):
             assert torch.equal(r.mailboxes.own, empty), (flagged, final, r.rank)
 
 
+@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_piece_that_forgets_in_all_waits_for_nobody_in_the_middle(reverse):
+def test_a_piece_that_forgets_in_all_waits_for_nobody_in_the_middle(reverse, measured):
     """None of its spans does alone. What it adds goes on though what should enter it never comes."""
-    line, x, zero = InTheMiddle(reverse), torch.randn(2, 1, 1, K, K), torch.zeros(SPANS, dtype=torch.int32)
+    line = InTheMiddle(reverse, measured)
+    x, zero = torch.randn(2, 1, 1, K, K), torch.zeros(SPANS, dtype=torch.int32)
     line.A *= 1e-3
     line.ranks[1].mailboxes.patience = 0
     entering, _, _, left = line.link(x, zero)
     assert entering[:, -1 if reverse else 0].isnan().all()
     assert torch.allclose(line.receive(x), left, atol=1e-4)
     assert line.ranks[1].mailboxes.late() == [0]
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_enters_the_spans_of_such_a_piece(reverse, measured, final):
+    """It comes behind what leaves."""
+    line = InTheMiddle(reverse, measured)
+    x, zero = torch.randn(2, 1, 1, K, K), torch.zeros(SPANS, dtype=torch.int32)
+    line.A *= 1e-2
+    line.send(x)
+    entering, want, kept, left = line.link(x, zero, final)
+    assert torch.allclose(entering, want, atol=1e-4)
+    assert torch.allclose(kept, left, atol=1e-4)
+    assert torch.allclose(line.receive(x), left, atol=1e-4)

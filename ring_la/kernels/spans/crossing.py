@@ -34,13 +34,12 @@ def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool
 
 def cross(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None = None,
-    passed: Tensor | None = None, final: bool = True, ahead: bool = True,
+    passed: Tensor | None = None, final: bool = True,
 ) -> Callable[[], Entered]:  # fmt: skip
     """Start `enter` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the result
     waits for it. `passed`: that of the way forward. `final`: whether what leaves under dense maps is wanted (under
-    elementwise ones the pass over the spans finds it). `ahead`: what dense maps of whole pieces do, through which
-    something goes on, is found before anything comes."""
-    found = _own(plan, maps, S, reverse, border, passed, ahead)
+    elementwise ones the pass over the spans finds it)."""
+    found = _own(plan, maps, S, reverse, border, passed)
     with aside(beside):
         border.spans(
             maps, S, found.entering, found.leaving, plan.spans.first, reverse, beside=beside is not None,
@@ -50,15 +49,15 @@ def cross(
 
 
 def _own(
-    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, passed: Tensor | None,
-    ahead: bool,
+    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, passed: Tensor | None
 ) -> Entered:  # fmt: skip
-    """What is found before anything comes: of pieces that the border does not see to, and (`ahead`) of whole ones."""
+    """What is found before anything comes: of pieces that the border does not see to, and, where nothing says how large
+    dense transitions are, of whole ones through which something goes on."""
     if not border.whole[reverse]:
         entering, leaving = prefix(plan, maps, S, reverse)
     else:
         entering, leaving = torch.empty_like(maps.own), None
-    if plan.dense and ahead and border.carries[reverse]:
+    if plan.dense and maps.squares is None and border.carries[reverse]:
         if passed is None and not reverse:
             leaving, passed = prefix_and_transitions(plan, maps, S)
         elif leaving is None:

@@ -38,12 +38,9 @@ class SpanKernels(Protocol):
 
     Attributes:
         left: how many tensors `output` leaves for the gradients.
-        ahead: whether a rank finds what its tokens do to a state before one comes that goes on, or takes that through
-            its spans first, which gates that forget spare it.
     """
 
     left: ClassVar[int]
-    ahead: ClassVar[bool]
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         """The call, which gradients follow if it is to `train`; all of its spans have one length."""
@@ -102,8 +99,10 @@ def _room(call: GDNCall | KDACall) -> Tensor:
 def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
     """Room for those, and a launch's part of it."""
     B, _, H, _ = call.inputs.v.shape
-    found = SpanMaps("dense", _room(call), _room(call), True, call.new(B, call.count // B, H, dtype=torch.int32))
-    return found, Passing(found.own, found.transition, maps=True, zero=found.zero)
+    spans = B, call.count // B, H
+    zero, squares = call.new(*spans, dtype=torch.int32), call.new(*spans, 8)
+    found = SpanMaps("dense", _room(call), _room(call), True, zero, squares)
+    return found, Passing(found.own, found.transition, maps=True, zero=zero, squares=squares)
 
 
 def _given(
@@ -124,7 +123,6 @@ class DeltaSpans:
     """The delta rule's and the gated delta rule's."""
 
     left: ClassVar[int] = 3
-    ahead: ClassVar[bool] = False
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
@@ -178,7 +176,6 @@ class KDASpans:
     """KDA's by a bounded gate. What is kept is what enters the spans, from which the backward makes chunks' states."""
 
     left: ClassVar[int] = 1
-    ahead: ClassVar[bool] = False
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         B, T, H = inputs.v.shape[:3]

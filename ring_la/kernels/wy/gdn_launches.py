@@ -38,7 +38,7 @@ UNEVEN = 5
 many. Of eight an H200 took 3 % longer forward and backward."""
 PARTS = 2**28
 """Bytes of what they leave, in a call."""
-ARGUMENTS = "16Q12if4x"
+ARGUMENTS = "17Q12if4x"
 SHARED = 7 * 28672 + 8192 + 4 * 2304 + 7 * 384 + 7 * 16 + 64 + 16 + 144 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 144 + 1024
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 48 + 16 + 144 + 1024
@@ -210,8 +210,8 @@ class GDNCall:
         flags = zeros(2 * self.count * H + 3 + programs, device) if waits else flags
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
         kernel(early=waits)(
-            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passing.states, passing.parts, *kept,
-            T, H, x.q.shape[2], self.count, self.length, self.pieces,
+            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passing.states, passing.parts,
+            passing.squares, *kept, T, H, x.q.shape[2], self.count, self.length, self.pieces,
             heads.start, len(heads), passing.given, pick, passing.together, outer, self.scale, *further,
         )  # fmt: skip
 

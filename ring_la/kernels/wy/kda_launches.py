@@ -35,7 +35,7 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "15Q10if4x", "4Q2q2Q7i4x"
+ARGUMENTS, MAIL = "16Q10if4x", "4Q2q2Q7i4x"
 SHARED = 232448
 
 
@@ -77,8 +77,8 @@ def as_read(inputs: Inputs) -> Inputs:
 
 class Passing(NamedTuple):
     """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, (`parts`) their
-    transitions, and which spans are `zero`: forget what enters them; of one whose spans wait what they combine,
-    `together` at a time.
+    transitions, the sums of `squares` of these, and which spans are `zero`: forget what enters them; of one whose spans
+    wait what they combine, `together` at a time.
 
     `mail`: as `mail.cuh` has it: what leaves a piece whose end forgets is sent, and what comes to one whose first
     span's transition is 0 is taken, forward by the launch over spans, backward by the one that makes chunks' states."""
@@ -89,6 +89,7 @@ class Passing(NamedTuple):
     given: bool = False
     maps: bool = False
     zero: Tensor | None = None
+    squares: Tensor | None = None
     mail: tuple[Tensor | int, ...] = ()
 
     @property
@@ -163,9 +164,9 @@ class KDACall:
         programs = count * len(heads)
         arguments: Any = (
             programs, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
-            passing.states, passing.parts, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
-            heads.start, len(heads), passing.given, side_by_side(programs, x.v.device),
-            self.scale, *passing.mail, *further,
+            passing.states, passing.parts, passing.squares, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length,
+            self.pieces, heads.start, len(heads), passing.given, side_by_side(programs, x.v.device), self.scale,
+            *passing.mail, *further,
         )  # fmt: skip
         mailed = bool(passing.mail)
         kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits, mailed=mailed)(*arguments)

@@ -4,6 +4,8 @@
 // which is that of the way back, too. A scan over spans and ranks finds of them what enters each span, and a launch that is `given`
 // it goes over all spans once.
 //
+// Beside a transition stand the squares of its elements, summed by eight parts: the root of their sum bounds what it leaves of a state.
+//
 // A span whose last chunks (backward: first ones) forget all that came before has the transition 0, which a flag says forward, and
 // nothing else. What it adds is found from those chunks alone, and only where that is asked for: at the piece's end, or by a span
 // behind it that does not forget so.
@@ -54,6 +56,18 @@ template <class Args> INLINE bool forgets_all(const Args& a, MapsOf& m, const Re
   return m.last < m.first;
 }
 
+// The squares of this warp's rows, summed, to its place of eight
+INLINE void put_squares(const float (&S)[16][4], float* to, int w, int lane) {
+  float sum = 0.f;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) sum = fmaf(S[nt][e], S[nt][e], sum);
+#pragma unroll
+  for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(~0u, sum, m);
+  if (lane == 0) to[w] = sum;
+}
+
 // walk(S, c): over those chunks, the first of which is the c-th of those under way
 template <class Args, class Walk> INLINE void find_maps(const Args& a, const MapsOf& m, int n, int w, int lane, Walk walk) {
 #pragma unroll 1
@@ -63,5 +77,6 @@ template <class Args, class Walk> INLINE void find_maps(const Args& a, const Map
     else begin_with(S, 0, w, lane);
     walk(S, (pass - m.first) * n);
     put_state(S, (pass ? a.parts : a.states) + ((u64)m.s * a.H + m.h) * (D * D), w, lane);
+    if (pass) put_squares(S, a.squares + ((u64)m.s * a.H + m.h) * 8, w, lane);
   }
 }

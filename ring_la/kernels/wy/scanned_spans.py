@@ -41,23 +41,23 @@ class FoundMaps(NamedTuple):
 
     @property
     def savable(self) -> tuple[Tensor | None, ...]:
-        return (self.maps.transition, self.maps.zero)
+        return (self.maps.transition, self.maps.zero, self.maps.squares)
 
 
 class SpansLeft(NamedTuple):
-    """What a forward leaves for its gradients: the spans' transitions and which are 0, the pieces' transitions where
-    states go on by them, and what its kernels take."""
+    """What a forward leaves for its gradients: the spans' transitions, which are 0, the squares of the others, and what
+    its kernels take."""
 
     transition: Tensor
     zero: Tensor | None
-    passed: Tensor | None
+    squares: Tensor | None
     rest: tuple[Tensor | None, ...]
 
     @classmethod
     def of(cls, saved: tuple[Tensor | None, ...]) -> SpansLeft:
-        transition, zero, passed, *rest = saved
+        transition, zero, squares, *rest = saved
         assert transition is not None
-        return cls(transition, zero, passed, tuple(rest))
+        return cls(transition, zero, squares, tuple(rest))
 
     @property
     def flat(self) -> tuple[Tensor | None, ...]:
@@ -96,9 +96,9 @@ class ScannedSpans:
     ) -> Output:
         mail = self.mail(border if summary is None else None, False)
         maps = self.kernels.maps(self.call, mail is not None) if summary is None else summary.found.maps
-        entered = self.entered(maps, S0, border, False, final=self.use.final)
+        entered = self.entered(maps, S0, border, False, self.use.final)
         o, saved = self.kernels.output(self.call, entered.entering, maps, self.use.saved, mail)
-        left = SpansLeft(maps.transition, maps.zero, entered.passed, saved)
+        left = SpansLeft(maps.transition, maps.zero, maps.squares, saved)
         return Output(o, entered.leaving if self.use.final else None, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
@@ -121,7 +121,7 @@ class ScannedSpans:
         left, prepared = SpansLeft.of(backward.saved), None
         if border is not None and mail is None and not border.sends[True]:  # while what enters is on its way
             prepared = self.kernels.prepared(self.call, left.rest)
-        entered = self.entered(maps, dS_end, border, True, left.passed, backward.S0 is not None)
+        entered = self.entered(maps, dS_end, border, True, backward.S0 is not None)
         do = _read(backward.do)
         grads = self.kernels.gradients(self.call, entered.entering, maps, left.rest, do, prepared, mail)
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
@@ -137,7 +137,7 @@ class ScannedSpans:
         """What each span does to the gradient of the state that leaves it."""
         left = SpansLeft.of(backward.saved)
         own, forgets = self.kernels.added_back(self.call, left.rest, _read(backward.do), mailed)
-        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero, forgets)
+        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero, left.squares, forgets)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
@@ -149,15 +149,14 @@ class ScannedSpans:
         S: Tensor | None,
         border: Border | None,
         reverse: bool,
-        passed: Tensor | None = None,
-        final: bool = True,
+        final: bool,
     ) -> Entered:
-        """What enters the spans, given what enters the pieces from this rank; `passed`: that of the way forward;
-        `final`: whether what leaves the pieces is wanted."""
+        """What enters the spans, given what enters the pieces from this rank; `final`: whether what leaves these is
+        wanted."""
         S = self.plan.state(S)
         if border is None:
             return Entered(*prefix(self.plan, maps, S, reverse))
-        return cross(self.plan, maps, S, reverse, border, None, passed, final, self.kernels.ahead)()
+        return cross(self.plan, maps, S, reverse, border, final=final)()
 
 
 def _read(do: Tensor) -> Tensor:
