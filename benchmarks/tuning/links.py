@@ -1,4 +1,4 @@
-"""Time a link of the ring under dense maps, and the scan before it, on one GPU:
+"""Time a link of the ring under dense maps, and a scan over them, on one GPU:
 `python -m benchmarks.tuning.links [--limit SECONDS] [--out FILE]`.
 
 Maps of spans of heads of 128 channels, of which a quarter forgets nothing and the others all that came before a span.
@@ -133,8 +133,7 @@ class Middle:
         self.words, self.here, self.there = parted.view(torch.int32), rooms[1][0], rooms[2][1]
         self.flags = boxes[1].own[skip:][:flags].view(3, count, -1)[2, :, 0]
         self.entering = torch.empty_like(m.b)
-        whole = m.through.float()[None, None].contiguous(), m.added.float()[None, None].contiguous()
-        self.maps = DenseMaps(m.A, m.b, m.zero, None, whole)
+        self.maps = DenseMaps(m.A, m.b, m.zero, squares=m.A.square().view(*m.zero.shape, 8, -1).sum(-1))
 
     def fill(self) -> None:
         """What comes is there, and the lanes to the next rank are free."""

@@ -217,10 +217,12 @@ def links() -> Iterator[tuple[str, list]]:
     for K, V in ((128, 128), (16, 16), (64, 128), (256, 128)):
         A, b, S = torch.zeros(1, 5, 2, K, K), torch.zeros(1, 5, 2, K, V), torch.zeros(1, 1, 2, K, V)
         with recorded(found := []):
-            flags = [(None, None), (zero := torch.zeros(1, 5, 2, dtype=torch.int32), None), (zero, zero)]
-            for hop, known, packed, reverse in itertools.product(ends, flags, (False, True), (False, True)):
-                first, whole = torch.zeros(1, 2, dtype=torch.int32), None if known[1] is not None else (A[:, :1], S)
-                maps = DenseMaps(A, b, known[0], first if packed else None, whole, known[1])
+            flags, squares = torch.zeros(1, 5, 2, dtype=torch.int32), torch.zeros(1, 5, 2, 8)
+            known = [dict(through=(A[:, :1], S)), dict(zero=flags, squares=squares)]
+            known.append(known[1] | dict(mailed=flags))
+            for hop, more, packed, reverse in itertools.product(ends, known, (False, True), (False, True)):
+                first = torch.zeros(1, 2, dtype=torch.int32)
+                maps = DenseMaps(A, b, first=first if packed else None, **more)
                 for leaving in (None, S):
                     states = LinkStates(None if hop.earlier is None else S, b, leaving)
                     launch_dense(group, maps, states, hop, reverse=reverse)
