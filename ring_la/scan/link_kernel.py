@@ -22,8 +22,9 @@ from ..kernels.spans.dense import STEP, products, runs, spans_of, tile, zeros_of
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
-SMALL = -28.0
-"""log2 of the bound of what is left of a state that counts as nothing: the unit roundoff of fp32, and 4 more."""
+SMALL = -30.0
+"""log2 of the bound of what is left of a state that counts as nothing, as in a span that forgets all (`FORGOTTEN` of
+`wy/gdn.cuh`): the unit roundoff of fp32, and 6 more."""
 INTEGERS = ["me", "source", "target", "rows", "N", "NS", "piece", "earlier", "skip", "patience"]
 
 

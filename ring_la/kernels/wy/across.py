@@ -212,8 +212,8 @@ class KDASpans:
         H = len(_heads(call))
         if kda_launches.group(call.chunks, H) < H:
             return None
-        ((heads, room),) = kda_launches.by_group(call)
-        call.launch("states", heads, None, (None, None), room, passing=_given(*saved))
+        (before,), ((heads, room),) = saved, kda_launches.by_group(call)
+        call.launch("states", heads, None, (None, None), room, passing=_given(before))
         return room
 
     def gradients(
