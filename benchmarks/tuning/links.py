@@ -1,7 +1,8 @@
 """Time a link of the ring under dense maps, and a scan over them, on one GPU:
 `python -m benchmarks.tuning.links [--limit SECONDS] [--out FILE]`.
 
-Maps of spans of heads of 128 channels, of which a quarter forgets nothing and the others all that came before a span.
+Maps of spans of heads of 128 channels, of which a quarter lets something through a span, half of these nothing through
+all spans, and the others forget all that came before a span.
 The scan (`prefix_dense_kernel`) by columns of a program, warps and stages: forward the states and the transitions of
 pieces, and back the states alone. The link (`dense_link_kernel`) as the first, a middle and the last rank's; what comes
 lies in its mailboxes. µs of a launch within a CUDA graph of many, which counts what lies between two launches; the
@@ -48,8 +49,9 @@ class Links(NamedTuple):
     """Maps of spans, and fp64's word on them.
 
     Attributes:
-        A, b ``[1, NS, H, K, K]``, zero ``[1, NS, H]``. x: what enters ``[H, K, K]``. keeps: the heads that forget
-        nothing. entering ``[NS, H, K, K]``, left, added, through ``[H, K, K]``: under x, without it, and the map.
+        A, b ``[1, NS, H, K, K]``, zero ``[1, NS, H]``. x: what enters ``[H, K, K]``. keeps: the heads that let
+        something through. entering ``[NS, H, K, K]``, left, added, through ``[H, K, K]``: under x, without it, and the
+        map.
     """
 
     A: Tensor
@@ -68,6 +70,7 @@ class Links(NamedTuple):
         A, b = (torch.randn(1, spans, heads, K, K, device=device) / K**0.5 for _ in range(2))
         x, zero = torch.randn(heads, K, K, device=device), torch.ones(1, spans, heads, device=device).int()
         zero[:, :, ::4] = 0
+        A[:, :, ::8] *= 1e-5
         a = A[0].double().masked_fill(zero[0, :, :, None, None].bool(), 0)
         S, added, through = x.double(), torch.zeros_like(x).double(), torch.eye(K).to(a).expand_as(a[0])
         entering: list[Tensor] = []

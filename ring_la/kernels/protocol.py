@@ -158,8 +158,8 @@ class SpanMaps(NamedTuple):
             ``[B, NS, H, K, K]``; None for the identity.
         all: of every span; False: without those that no later span of this rank needs.
         zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
-        squares: ``[B, NS, H, 8]``: sums of squares of dense transitions' elements, the root of whose sum bounds what a
-            transition leaves of a state; of those that are 0 not written. None: nobody has looked.
+        squares: ``[B, NS, H, 8]``, where `zero` is: sums of squares of the other transitions' elements, the root of
+            whose sum bounds what a transition leaves of a state.
         mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where those who go over them take what comes
             to one whose transition is 0, and, if that is so for all heads, send what leaves a piece that ends with one
             that forgets (`Border.mail`). None: `Border.spans` sees to all states.
@@ -176,7 +176,7 @@ class SpanMaps(NamedTuple):
 
 Mail = tuple[tuple[Tensor | int, ...], tuple[int, ...]]
 """What kernels take that send and receive states themselves (`wy/mail.cuh`): the mailboxes, and where states come from
-and go. Between the two `SpanMaps.mailed`."""
+and go. Between the two `SpanMaps.mailed`, and where what comes is put."""
 
 
 class Border(Protocol):

@@ -74,7 +74,7 @@ class MailboxBorder:
             states = LinkStates(before, entering, leaving if hop.keeps or final else None)
             if maps.kind == "dense":
                 whole = None if through is None else (through, leaving)
-                dense = DenseMaps(maps.transition, maps.own, maps.zero, first, whole, maps.mailed, maps.squares)
+                dense = DenseMaps(maps.transition, maps.own, maps.zero, maps.squares, first, whole, maps.mailed)
                 launch_dense(self.group, dense, states, hop, reverse=reverse)
             else:
                 spans = ElementwiseMaps(maps.kind, maps.transition, maps.own, first)

@@ -4,8 +4,9 @@ The state goes through mailboxes in units, each on a lane of its own, so that a 
 another has not left; nothing of the host stands between hops. A rank takes a lane by a flag in its own memory and then
 writes the words alone into the next rank's: one that is still UNSENT has not come. So a hop takes as long as a store
 over the link, with no fence and no flag behind it. Who has read the words makes them UNSENT again and gives the lane
-back. Where the link's transition is known to be below TINY, nothing of what enters can leave, to rounding (the
-forgetting horizon): that unit is sent on before anything is waited for, and farther ranks are not in its way.
+back. Where the link's transition is known to be below TINY, or a bound of dense ones below SMALL, nothing of what
+enters can leave, to rounding (the forgetting horizon): that unit is sent on before anything is waited for, and farther
+ranks are not in its way.
 
 Two kernels, which fold the maps of a link's spans themselves and leave the state that enters each of them:
 `link_kernel` for maps that act on the words of a state one by one, `dense_link_kernel` for dense ones.
@@ -123,11 +124,13 @@ def _largest(A, k, K: tl.constexpr, BK: tl.constexpr):
 def _measured(squares, spans, count, H: tl.constexpr, FLAGS: tl.constexpr):
     """log2 of a bound of what a piece's transitions together leave of a state: the product of their Frobenius norms."""
     PARTS: tl.constexpr = 8
+    LEAST: tl.constexpr = 1e-30
     bound = 0.0
     for p in range(0, count, FLAGS):
         i = p + tl.arange(0, FLAGS)
         at = (spans + i * H)[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
         sums = tl.sum(tl.load(squares + at, (i < count)[:, None], other=1 / PARTS), 1)
+        sums = tl.where(sums < LEAST, LEAST, sums)  # squares may vanish where elements do not
         bound += 0.5 * tl.sum(tl.log2(sums), 0)
     return bound
 
@@ -224,10 +227,10 @@ def link_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
-    A, b_, zero, mailed, squares, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me,
+    A, b_, zero, squares, mailed, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me,
     source, target, rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr,
-    FORWARDS: tl.constexpr, KNOWN: tl.constexpr, MAILED: tl.constexpr, MEASURED: tl.constexpr, RECEIVES: tl.constexpr,
+    FORWARDS: tl.constexpr, KNOWN: tl.constexpr, MAILED: tl.constexpr, RECEIVES: tl.constexpr,
     HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr, REVERSE: tl.constexpr,
     VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr,
     CLOCK: tl.constexpr, TINY: tl.constexpr, SMALL: tl.constexpr,
@@ -237,14 +240,13 @@ def dense_link_kernel(
 
     GONE: all A are 0, and not read. KNOWN: so are those where `zero` [B, NS, H] is not 0. What leaves a piece that has
     one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
-    one begins from zero.
+    one begins from zero. So it is sent, and without what comes, where all A together leave less than 2^SMALL of that,
+    by the `squares` [B, NS, H, 8] of their elements.
     MAILED: where the first span's transition is 0, the launch behind takes what comes; if so for all heads, so that no
     link waits, it also sends what leaves, where the last span forgets what enters it (`mailed` [B, NS, H]). Each unit
     has a lane of its own then.
-    MEASURED: so is what leaves a piece whose transitions together leave less than SMALL (log2) of what enters, by their
-    `squares` [B, NS, H, 8]; that is left out then.
-    FORWARDS: what comes from `source` goes on to `target` by the map of the whole piece (`through` [B, N, H, K, K],
-    `added` [B, N, H, K, V]) before it goes through the spans.
+    FORWARDS (not KNOWN): what comes from `source` goes on to `target` by the map of the whole piece (`through`
+    [B, N, H, K, K], `added` [B, N, H, K, V]) before it goes through the spans.
     """
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     GETS: tl.constexpr = RECEIVES or HAS_BEFORE
@@ -297,8 +299,8 @@ def dense_link_kernel(
         if SENDS:
             if free:
                 free = _claim(give, target, broken, report, patience, CLOCK)
-        small = u < 0  # whether that is so of all spans together
-        waits = (u >= 0) & (nil == count)  # what goes on for what comes
+        small = u < 0  # whether nothing of what comes goes on, though no transition is 0
+        waits = u >= 0  # whether what goes on waits for what comes
         left = tl.zeros([BK, UNIT], tl.float32)
         if early:
             left = tl.load(b_ + (spans + (count - 1 - end if REVERSE else end) * H) * K * V + at, live, other=0.0)
@@ -323,7 +325,7 @@ def dense_link_kernel(
             waits = _largest(through + line * K * K, k, K, BK) >= TINY
             if not waits:
                 _put(there, unit, left, live, free)
-        elif MEASURED and GETS and SENDS:
+        elif KNOWN and RECEIVES and SENDS:
             small = _measured(squares, spans, count, H, FLAGS) < SMALL
             if small:
                 left = tl.load(b_ + head * K * V + at, live, other=0.0)

@@ -87,23 +87,23 @@ class DenseMaps(NamedTuple):
         A: the transitions ``[B, NS, H, K, K]``; None: that of the only span is 0.
         b: what the spans add ``[B, NS, H, K, V]``.
         zero: int32 ``[B, NS, H]``, which transitions are 0 and not written; None: nobody has looked.
+        squares: ``[B, NS, H, 8]``, where `zero` is: sums of squares of the other transitions' elements. Where little
+            enough is left of what comes to a piece by a message, what leaves it goes on first.
         first: as of elementwise maps.
-        through: transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole pieces, by which what
-            comes by a message goes on by one; None: it goes through the spans first.
+        through: where `zero` is not, transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole
+            pieces, by which what comes by a message goes on by one; None: it goes through the spans first.
         mailed: int32 ``[B, NS, H]``, which spans forget what enters them, where the launch behind takes what comes to a
             span whose transition is 0, and sends what leaves a piece that ends with one that forgets, if all heads
             leave it what comes. None: the link sees to all states.
-        squares: ``[B, NS, H, 8]``, sums of squares of the transitions' elements, of those that are not 0: where little
-            enough is left of what enters a piece, what leaves it goes on first. None: nobody has looked.
     """
 
     A: Tensor | None
     b: Tensor
     zero: Tensor | None = None
+    squares: Tensor | None = None
     first: Tensor | None = None
     through: tuple[Tensor, Tensor] | None = None
     mailed: Tensor | None = None
-    squares: Tensor | None = None
 
 
 def steps(
@@ -198,13 +198,13 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
         states = states._replace(entering=torch.empty_like(b))
     launch(
         dense_link_kernel, (min(lanes.count, B * H * -(-V // unit)),), b if maps.A is None else maps.A, b,
-        *(b if x is None else x for x in (maps.zero, maps.mailed, maps.squares)), *(through or (b, b)),
+        *(b if x is None else x for x in (maps.zero, maps.squares, maps.mailed)), *(through or (b, b)),
         *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None,
-        MEASURED=maps.squares is not None, REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count,
-        CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY, SMALL=SMALL, num_warps=8, num_stages=2,
+        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None, REVERSE=reverse,
+        VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY,
+        SMALL=SMALL, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 

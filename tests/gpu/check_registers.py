@@ -217,8 +217,8 @@ def links() -> Iterator[tuple[str, list]]:
     for K, V in ((128, 128), (16, 16), (64, 128), (256, 128)):
         A, b, S = torch.zeros(1, 5, 2, K, K), torch.zeros(1, 5, 2, K, V), torch.zeros(1, 1, 2, K, V)
         with recorded(found := []):
-            flags, squares = torch.zeros(1, 5, 2, dtype=torch.int32), torch.zeros(1, 5, 2, 8)
-            known = [dict(through=(A[:, :1], S)), dict(zero=flags, squares=squares)]
+            flags = torch.zeros(1, 5, 2, dtype=torch.int32)
+            known = [dict(through=(A[:, :1], S)), dict(zero=flags, squares=torch.zeros(1, 5, 2, 8))]
             known.append(known[1] | dict(mailed=flags))
             for hop, more, packed, reverse in itertools.product(ends, known, (False, True), (False, True)):
                 first = torch.zeros(1, 2, dtype=torch.int32)

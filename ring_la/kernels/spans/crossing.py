@@ -51,13 +51,13 @@ def cross(
 def _own(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, passed: Tensor | None
 ) -> Entered:  # fmt: skip
-    """What is found before anything comes: of pieces that the border does not see to, and, where nothing says how large
-    dense transitions are, of whole ones through which something goes on."""
+    """What is found before anything comes: of pieces that the border does not see to, and, where nobody has looked
+    which dense transitions are 0 or how large, of whole ones through which something goes on."""
     if not border.whole[reverse]:
         entering, leaving = prefix(plan, maps, S, reverse)
     else:
         entering, leaving = torch.empty_like(maps.own), None
-    if plan.dense and maps.squares is None and border.carries[reverse]:
+    if plan.dense and maps.zero is None and border.carries[reverse]:
         if passed is None and not reverse:
             leaving, passed = prefix_and_transitions(plan, maps, S)
         elif leaving is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ring_la.kernels.runtime.cuda_kernel import CudaKernel
+from ring_la.kernels.runtime.cuda_kernel import CudaKernel, unsupported
 
 THREADS, EACH = 128, 8
 """Of a program, and numbers of a thread."""
@@ -18,7 +18,7 @@ ZEROS = CudaKernel(
 
 def zeros(count: int, device: torch.device) -> Tensor:
     """int32 ``[count]``. On a GPU a launch that lets the next one begin, where that waits itself (`launch_before`)."""
-    if device.type != "cuda":
+    if device.type != "cuda" or unsupported():
         return torch.zeros(count, dtype=torch.int32, device=device)
     out = torch.empty(count, dtype=torch.int32, device=device)
     ZEROS(-(-count // (THREADS * EACH)), out, count)
