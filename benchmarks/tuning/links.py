@@ -103,8 +103,8 @@ def plan_of(m: Links) -> SpanPlan:
 
 
 def scans(m: Links, reverse: bool) -> Iterator[dict[str, object]]:
-    """The scan by its launch settings."""
-    plan, maps = plan_of(m), SpanMaps("dense", m.b, m.A, True, m.zero)
+    """The scan by its launch settings, as rules in chunks make it, which do not know what is 0."""
+    plan, maps = plan_of(m), SpanMaps("dense", m.b, m.A.nan_to_num(nan=0.0), True)
     call: Callable[[], Any] = partial(prefix_and_transitions, plan, maps, None)
     if reverse:
         call = partial(prefix, plan, maps, None, True, enter=False)

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 from ring_la.kernels.runtime import cuda_kernel
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
+from ring_la.kernels.runtime.zeros import ZEROS
 from ring_la.kernels.wy import dplr_launches, gdn_launches, gla_launches, kda_launches
-from ring_la.kernels.wy.zeros import ZEROS
 
 ARCHITECTURE = "sm_90a"
 SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

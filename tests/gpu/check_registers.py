@@ -189,7 +189,7 @@ def slots() -> Iterator[tuple[str, list]]:
 
 def across() -> Iterator[tuple[str, list]]:
     """Those of the scans over spans whose maps say which transitions are 0, as kernels in CUDA C++ find them."""
-    from ring_la.kernels.spans.prefix import dense_transitions_of_pieces, prefix, prefix_and_transitions
+    from ring_la.kernels.spans.prefix import dense_transitions_of_pieces, prefix
 
     x = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     inputs = Inputs(x, x, x, torch.zeros(1, 256, 2), torch.zeros(1, 256, 2))
@@ -201,8 +201,6 @@ def across() -> Iterator[tuple[str, list]]:
         with recorded(found := []):
             for S0, reverse, enter in itertools.product((None, S), (False, True), (False, True)):
                 prefix(made, maps, S0, reverse, enter)
-            for S0 in (None, S):
-                prefix_and_transitions(made, maps, S0)
             dense_transitions_of_pieces(made, maps)
         yield "128x128", found
 

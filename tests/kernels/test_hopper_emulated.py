@@ -23,9 +23,9 @@ from ring_la.algebra import Rule  # noqa: E402
 from ring_la.comm.copy_kernel import UNSENT  # noqa: E402
 from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
+from ring_la.kernels.runtime.zeros import ZEROS  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
-from ring_la.kernels.wy.zeros import ZEROS  # noqa: E402
 from ring_la.scan import Chain, MailboxBorder, border, mailbox_ring  # noqa: E402
 from tests.support import line_of_ranks  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402

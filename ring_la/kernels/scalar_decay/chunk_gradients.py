@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.runtime.zeros import zeros
 from ring_la.kernels.scalar_decay.operands import Gates, columns, constant
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import ADDITIVE_GRADIENT
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
-from ring_la.kernels.wy.zeros import zeros
 
 
 @triton.jit(do_not_specialize=SIZES)

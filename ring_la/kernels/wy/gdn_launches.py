@@ -19,11 +19,11 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.runtime.zeros import zeros
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
 from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors, side_by_side
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
-from ring_la.kernels.wy.zeros import zeros
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""

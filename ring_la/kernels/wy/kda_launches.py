@@ -19,10 +19,10 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.runtime.zeros import zeros
 from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
-from ring_la.kernels.wy.zeros import zeros
 
 CHUNK, HEAD = 16, 128
 """Tokens a chunk, and channels of a head."""
@@ -48,11 +48,10 @@ def kernel(
     that wait, which a `deferred` one then goes over; `maps`: it finds spans' maps alone; `early`: it follows the launch
     of its flags; `mailed`: see `Passing`."""
     flags = dict(LEAVES=leaves, DEFERRED=deferred, MAPS=maps, MAILED=mailed)
-    arguments = ARGUMENTS + MAIL * mailed
     folder, defines = Path(__file__).parent, (*defines, *(f"{flag}={int(x)}" for flag, x in flags.items()))
     if name == "backward":
-        return CudaKernel(folder / "kda_backward.cu", "kda_backward", arguments + "6Q", 384, SHARED, defines, early)
-    keep = f"KEEP={int(name == 'states')}"
+        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, SHARED, defines, early)
+    keep, arguments = f"KEEP={int(name == 'states')}", ARGUMENTS + MAIL * mailed
     return CudaKernel(folder / "kda_forward.cu", "kda_forward", arguments, 512, SHARED, (*defines, keep), early)
 
 

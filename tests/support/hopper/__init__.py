@@ -60,7 +60,7 @@ class Emulated:
 
     @classmethod
     def zeros(cls, count: int, device: object) -> Tensor:
-        """In place of `wy.zeros.zeros`: they are ones until a thread of the launch behind waits for them."""
+        """In place of `runtime.zeros.zeros`: they are ones until a thread of the launch behind waits for them."""
         cls.ZEROS.append(torch.ones(count, dtype=torch.int32))
         return cls.ZEROS[-1]
 
