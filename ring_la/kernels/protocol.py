@@ -160,9 +160,8 @@ class SpanMaps(NamedTuple):
         zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
         squares: ``[B, NS, H, 8]``, where `zero` is: sums of squares of the other transitions' elements, the root of
             whose sum bounds what a transition leaves of a state.
-        mailed: int32 ``[B, NS, H]``: which spans forget what enters them, where those who go over them take what comes
-            to one whose transition is 0, and, if that is so for all heads, send what leaves a piece that ends with one
-            that forgets (`Border.mail`). None: `Border.spans` sees to all states.
+        image: bf16 ``[B, NS, H, 2, K, K]``, transitions as kernels multiply by them that carry states themselves.
+        half: the same of spans' first halves, of which they find maps on the way back. None: nobody wants them.
     """
 
     kind: Transition
@@ -171,12 +170,13 @@ class SpanMaps(NamedTuple):
     all: bool
     zero: Tensor | None = None
     squares: Tensor | None = None
-    mailed: Tensor | None = None
+    image: Tensor | None = None
+    half: Tensor | None = None
 
 
 Mail = tuple[tuple[Tensor | int, ...], tuple[int, ...]]
 """What kernels take that send and receive states themselves (`wy/mail.cuh`): the mailboxes, and where states come from
-and go. Between the two `SpanMaps.mailed`, and where what comes is put."""
+and go. Between the two what spans do to states, and where these are put."""
 
 
 class Border(Protocol):
@@ -199,8 +199,7 @@ class Border(Protocol):
     carries: tuple[bool, bool]
 
     def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
-        """That of so many states [K, V], for those who go over the spans behind `spans`, which is told of
-        `SpanMaps.mailed`; None: it sees to all states."""
+        """That of so many states [K, V], for those who exchange them in place of `spans`; None: that does."""
         ...
 
     def spans(

@@ -35,7 +35,7 @@ class MailboxBorder:
         self.group = group
         back = [(last, first) for first, last in reversed(pieces)]
         self.hops = _hops(chain, group.rank, pieces), _hops(chain.reversed, group.rank, back)
-        # nothing waits for what a later launch sends, and none of those programs are among the last
+        # one piece, whose states kernels may carry through its spans themselves
         self._mails = chain.slots() == 1 and count == 1
         self.key = (group.name, self._mails, *self.hops)
         self.whole = tuple({hop.piece for hop in hops} == set(range(count)) for hops in self.hops)
@@ -74,7 +74,7 @@ class MailboxBorder:
             states = LinkStates(before, entering, leaving if hop.keeps or final else None)
             if maps.kind == "dense":
                 whole = None if through is None else (through, leaving)
-                dense = DenseMaps(maps.transition, maps.own, maps.zero, maps.squares, first, whole, maps.mailed)
+                dense = DenseMaps(maps.transition, maps.own, maps.zero, maps.squares, first, whole)
                 launch_dense(self.group, dense, states, hop, reverse=reverse)
             else:
                 spans = ElementwiseMaps(maps.kind, maps.transition, maps.own, first)

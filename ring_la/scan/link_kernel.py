@@ -227,10 +227,10 @@ def link_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def dense_link_kernel(
-    A, b_, zero, squares, mailed, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me,
+    A, b_, zero, squares, through, added, before, entering, leaving, first, own, mailboxes, broken, report, me,
     source, target, rows, N, NS, piece, earlier, skip, patience, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BJ: tl.constexpr, UNIT: tl.constexpr, FLAGS: tl.constexpr, GONE: tl.constexpr,
-    FORWARDS: tl.constexpr, KNOWN: tl.constexpr, MAILED: tl.constexpr, RECEIVES: tl.constexpr,
+    FORWARDS: tl.constexpr, KNOWN: tl.constexpr, RECEIVES: tl.constexpr,
     HAS_BEFORE: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, ENTERS: tl.constexpr, REVERSE: tl.constexpr,
     VARLEN: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr,
     CLOCK: tl.constexpr, TINY: tl.constexpr, SMALL: tl.constexpr,
@@ -242,9 +242,6 @@ def dense_link_kernel(
     one is sent before anything comes; forward, what enters a span behind one need not be stored: who knows that it is
     one begins from zero. So it is sent, and without what comes, where all A together leave less than 2^SMALL of that,
     by the `squares` [B, NS, H, 8] of their elements.
-    MAILED: where the first span's transition is 0, the launch behind takes what comes; if so for all heads, so that no
-    link waits, it also sends what leaves, where the last span forgets what enters it (`mailed` [B, NS, H]). Each unit
-    has a lane of its own then.
     FORWARDS (not KNOWN): what comes from `source` goes on to `target` by the map of the whole piece (`through`
     [B, N, H, K, K], `added` [B, N, H, K, V]) before it goes through the spans.
     """
@@ -259,20 +256,6 @@ def dense_link_kernel(
     lo, count = spans_of(first, piece, NS, VARLEN)
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
-    nobody_waits = lane >= 0
-    if MAILED and RECEIVES and SENDS:
-        r = tl.arange(0, LANES // UNITS)
-        heads = (r // H * NS + lo + (count - 1 if REVERSE else 0)) * H + r % H
-        nobody_waits = tl.min((tl.load(zero + heads, r < rows, other=1) != 0).to(tl.int32), 0) != 0
-    if MAILED and RECEIVES and not KEEPS:
-        only = (lane // UNITS // H * NS + lo) * H + lane // UNITS % H
-        _, _, forget = zeros_of(mailed, only, count, H, REVERSE, FLAGS)
-        _, _, cleared = zeros_of(zero, only, count, H, REVERSE, FLAGS)
-        idle = (forget == count) & (cleared == count)  # no span wants what enters it from here
-        if SENDS:
-            idle = idle & nobody_waits
-        if idle:
-            return
     for u in tl.range(lane.to(tl.int64), rows * UNITS, LANES, disable_licm=True):
         row = u // UNITS
         v = tl.cast(u % UNITS, tl.int32) * UNIT + tl.arange(0, UNIT)
@@ -289,16 +272,9 @@ def dense_link_kernel(
         elif KNOWN:
             nil, end, many = zeros_of(zero, spans, count, H, REVERSE, FLAGS)
         early = nil < count
-        free = u >= 0  # whether what leaves goes from here
-        stays = u < 0  # whether what comes is not taken here
-        if MAILED:
-            if RECEIVES:
-                stays = nil == 0
-            if SENDS:
-                free = (tl.load(mailed + spans + (0 if REVERSE else count - 1) * H) == 0) | ~nobody_waits
+        free = u >= 0  # whether the lane is there for what leaves
         if SENDS:
-            if free:
-                free = _claim(give, target, broken, report, patience, CLOCK)
+            free = _claim(give, target, broken, report, patience, CLOCK)
         small = u < 0  # whether nothing of what comes goes on, though no transition is 0
         waits = u >= 0  # whether what goes on waits for what comes
         left = tl.zeros([BK, UNIT], tl.float32)
@@ -338,8 +314,7 @@ def dense_link_kernel(
                     tl.store(leaving + line * K * V + at, left, live)
         x = tl.zeros([BK, UNIT], tl.float32)
         if RECEIVES:
-            if not stays:
-                x = _take(here, unit, live, source, broken, report, patience, CLOCK)
+            x = _take(here, unit, live, source, broken, report, patience, CLOCK)
         if HAS_BEFORE:
             x = tl.load(before + ((row // H * N + earlier) * H + row % H) * K * V + at, live, other=0.0)
         if FORWARDS:
@@ -363,7 +338,7 @@ def dense_link_kernel(
             p = 1
             if ENTERS:
                 tl.store(entering + head * K * V + at, x, live)
-        if (stop >= p) & ~stays:
+        if stop >= p:
             S = products(
                 S, b_, A, entering, spans, p, stop, count, at, live, k, j, v, H, K, V, BK, BJ, UNIT, False, ENTERS,
                 REVERSE,
@@ -377,5 +352,4 @@ def dense_link_kernel(
                 if KEEPS:
                     tl.store(leaving + line * K * V + at, S, live)
         if RECEIVES:
-            if not stays:
-                _give_back(get, here, unit, x, live)
+            _give_back(get, here, unit, x, live)

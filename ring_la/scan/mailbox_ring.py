@@ -22,8 +22,8 @@ the widest pass over tokens beside them leaves (`attend_kernel` for dq under a c
 threads). Measured beside 64, 128 and 512 programs, with and without the bound."""
 LEAST, WIDEST = 16, 256
 """Columns of such a unit: as narrow as a product may be; and the widest maps the kernel takes."""
-COLUMNS, ROWS = 32, 32
-"""Columns of a unit that `mail.cuh` sends and takes, and the most states, whose flags a warp reads at once."""
+COLUMNS = 32
+"""Columns of a unit that `mail.cuh` sends and takes."""
 
 
 def carries(group: Group, like: Affine) -> bool:
@@ -92,9 +92,6 @@ class DenseMaps(NamedTuple):
         first: as of elementwise maps.
         through: where `zero` is not, transitions ``[B, N, H, K, K]`` and what is added ``[B, N, H, K, V]`` of whole
             pieces, by which what comes by a message goes on by one; None: it goes through the spans first.
-        mailed: int32 ``[B, NS, H]``, which spans forget what enters them, where the launch behind takes what comes to a
-            span whose transition is 0, and sends what leaves a piece that ends with one that forgets, if all heads
-            leave it what comes. None: the link sees to all states.
     """
 
     A: Tensor | None
@@ -103,7 +100,6 @@ class DenseMaps(NamedTuple):
     squares: Tensor | None = None
     first: Tensor | None = None
     through: tuple[Tensor, Tensor] | None = None
-    mailed: Tensor | None = None
 
 
 def steps(
@@ -198,21 +194,20 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
         states = states._replace(entering=torch.empty_like(b))
     launch(
         dense_link_kernel, (min(lanes.count, B * H * -(-V // unit)),), b if maps.A is None else maps.A, b,
-        *(b if x is None else x for x in (maps.zero, maps.squares, maps.mailed)), *(through or (b, b)),
+        *(b if x is None else x for x in (maps.zero, maps.squares)), *(through or (b, b)),
         *(b if x is None else x for x in states),
         b if first is None else first, *_mailboxes(group, hop), B * H, pieces, spans, hop.piece, hop.earlier or 0,
         lanes.skip, _patience(group), H=H, K=K, V=V, BK=wide, BJ=part(K), UNIT=unit, FLAGS=FLAGS, GONE=maps.A is None,
-        FORWARDS=through is not None, KNOWN=maps.zero is not None, MAILED=maps.mailed is not None, REVERSE=reverse,
+        FORWARDS=through is not None, KNOWN=maps.zero is not None, REVERSE=reverse,
         VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **flags, **_constants(group, hop), TINY=TINY,
         SMALL=SMALL, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 
 def mail(group: Group, hops: Sequence[Hop], states: tuple[int, int, int]) -> Mail | None:
-    """What `mail.cuh` takes of the only launch, for so many states [K, V], each in lanes of its own; None: the link
-    sees to them all."""
+    """What `mail.cuh` takes of the only hop, for so many states [K, V], each in lanes of its own; None: none fits."""
     lanes, (rows, K, V) = group.mailboxes.lanes[1], states
-    fits = K * COLUMNS == lanes.room and V % COLUMNS == 0 and rows * V // COLUMNS <= lanes.count and rows <= ROWS
+    fits = K * COLUMNS == lanes.room and V % COLUMNS == 0 and rows * V // COLUMNS <= lanes.count
     if not fits or not hops:
         return None
     (hop,), boxes, (P, FLAG) = hops, group.mailboxes, (group.mailboxes.constants[name] for name in ("P", "FLAG"))

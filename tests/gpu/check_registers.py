@@ -217,7 +217,6 @@ def links() -> Iterator[tuple[str, list]]:
         with recorded(found := []):
             flags = torch.zeros(1, 5, 2, dtype=torch.int32)
             known = [dict(through=(A[:, :1], S)), dict(zero=flags, squares=torch.zeros(1, 5, 2, 8))]
-            known.append(known[1] | dict(mailed=flags))
             for hop, more, packed, reverse in itertools.product(ends, known, (False, True), (False, True)):
                 first = torch.zeros(1, 2, dtype=torch.int32)
                 maps = DenseMaps(A, b, first=first if packed else None, **more)

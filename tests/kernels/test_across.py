@@ -73,7 +73,7 @@ class Silent:
         self.carries, self.sends = (middle, middle), (True, middle)
 
     def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail | None:
-        assert states == (2, 128, 128)
+        assert states == (4, 128, 128)
         return self._mail
 
     def spans(self, *args, **named) -> None:
@@ -81,21 +81,22 @@ class Silent:
 
 
 @pytest.mark.parametrize(
-    ("rule", "kernels", "prepared", "output"),
-    [(Rule("delta", "scalar"), across.DELTA, [], ["output"]),
-     (Rule("delta", "diagonal"), across.KDA, ["states"], ["output"])],
+    ("rule", "kernels", "prepared"),
+    [(Rule("delta", "scalar"), across.DELTA, []), (Rule("delta", "diagonal"), across.KDA, ["states"])],
     ids=["delta", "kda"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("middle", [True, False])
 @pytest.mark.parametrize("mail", [None, ((1,), (2,))], ids=["", "mailed"])
-def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, middle, mail):
-    """The link goes through the spans, behind their maps. Nothing is filled. What needs no gradient of a state comes
-    before it where it sends nothing, unless kernels mail."""
+def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, middle, mail):
+    """The link goes through the spans, behind their maps, unless launches carry states themselves. Nothing is filled.
+    What needs no gradient of a state comes before the link where that sends nothing."""
     launches: list[str] = []
 
     def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False):
-        assert (leaves, early) == (False, False), "no span waits for another"
-        assert mailed == (kernels is across.KDA and mail is not None and name != "backward" and not maps)
+        delta = kernels is across.DELTA
+        beside = maps if delta else mailed and name != "backward"  # parts of maps wait for each other, or span for maps
+        assert (leaves, early) == (False, beside)
+        assert mailed == (mail is not None and not maps)
         return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")
 
     for module, name in (
@@ -104,16 +105,18 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, output, 
         monkeypatch.setattr(module, name, kernel)
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gdn_launches, "zeros", lambda count, device: q)
     monkeypatch.setattr(dense, "launch", lambda *args, **constants: launches.append("scan"))
-    q = torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16)
-    g = torch.zeros(1, 4096, 2, *((128,) if rule.decay == "diagonal" else ()))
-    inputs = Inputs(q, q, q, g, torch.zeros(1, 4096, 2))
+    q = torch.zeros(1, 4096, 4, 128, dtype=torch.bfloat16)
+    g = torch.zeros(1, 4096, 4, *((128,) if rule.decay == "diagonal" else ()))
+    inputs = Inputs(q, q, q, g, torch.zeros(1, 4096, 4))
     with torch.no_grad(), Operations() as done:
         call = ScannedSpans.of(kernels, rule, inputs, None, 1.0, SPLIT)
         out = call.output(None, border=Silent(launches, middle, mail))
-        assert launches == ["maps", "link", *output]
+        link = ["link"] * (mail is None)
+        assert launches == ["maps", *link, "output"]
         launches.clear()
         call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle, mail))
-        later = not middle and (mail is None or kernels is across.DELTA)
-        assert launches == ["maps", *([*prepared, "link"] if later else ["link", *prepared]), *output]
+        between = [*link, *prepared] if middle else [*prepared, *link]
+        assert launches == ["maps", *between, "output"]
     assert done.names == []

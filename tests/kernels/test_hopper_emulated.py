@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,13 +21,12 @@ interpreted()
 
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.comm.copy_kernel import UNSENT  # noqa: E402
 from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.runtime.zeros import ZEROS  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
-from ring_la.scan import Chain, MailboxBorder, border, mailbox_ring  # noqa: E402
+from ring_la.scan import Chain, MailboxBorder, border  # noqa: E402
 from tests.support import line_of_ranks  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
@@ -51,6 +51,7 @@ def emulated(monkeypatch):
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
         monkeypatch.setattr(module, "zeros", Emulated.zeros)
+    monkeypatch.setattr(gdn_launches, "side_by_side", lambda programs, device: programs <= Emulated.BESIDE)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
@@ -130,25 +131,53 @@ def test_states_from_other_shards(monkeypatch, name, slow):
     """Of uneven lengths, in a line: each takes what the one before it sends, and backward. One head forgets, or both.
     The first shard ends a document, and begins the other one, which ends in the last, before a third."""
     cuts, cu, H = (0, 90, 210, 300, 390), (0, 30, 340, 390), 2
-    function, kernels, decay = {
-        "delta": (reference.gated_delta_rule, across.DELTA, "scalar"), "kda": (reference.kda, across.KDA, "diagonal")
-    }[name]  # fmt: skip
+    function, kernels, rule = RULES[name]
     q, k, v, beta = draw(cuts[-1], H, 1)
     g = F.logsigmoid(torch.randn(1, cuts[-1], H, 128)) * torch.tensor([2.0, slow])[:, None]
-    x = {"q": q, "k": k, "v": v, "g": g if decay == "diagonal" else g[..., 0], "beta": beta}
+    x = {"q": q, "k": k, "v": v, "g": g if name == "kda" else g[..., 0], "beta": beta}
     (S0, dS), do = torch.randn(2, 1, len(cu) - 1, H, 128, 128), torch.randn_like(v)
-    made, mailed = kda_launches.kernel, set()
-
-    def kernel(name, *defines, **how):
-        if how.get("mailed"):
-            mailed.add(name)
-        return made(name, *defines, **how)
-
-    monkeypatch.setattr(kda_launches, "kernel", kernel)
-    got = line_of_ranks.results(kernels, Rule("delta", decay), x, cuts, cu, S0, do, dS)
+    mailed = launches_that_carry(monkeypatch)
+    got = line_of_ranks.results(kernels, rule, x, cuts, cu, S0, do, dS)
     got = {n: got[n] for n in ("o", "S", "S0", *x)}
     check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
-    assert mailed == ({"forward", "states"} if name == "kda" else set()), "states that they send and take themselves"
+    assert mailed == CARRY[name], "those in the middle, of one document"
+
+
+CARRY = {"delta": {"gdn_forward", "gdn_backward"}, "kda": {"kda_forward", "kda_forward states", "kda_backward"}}
+"""Launches that carry states themselves, of a rule that trains."""
+
+
+class Maps(NamedTuple):
+    """Where a launch of KDA's that finds maps has them among its arguments."""
+
+    flags: int = 11
+    states: int = 12
+    parts: int = 13
+    squares: int = 14
+    image: int = 15
+    arrived: int = 16
+
+
+MAPS = Maps()
+
+
+def launches_that_carry(monkeypatch) -> set[str]:
+    """The kernels launched from now on that do, by name. What KDA's maps are comes as late as it may."""
+    found = set()
+    start = Emulated.__call__
+
+    def spied(self, *arguments):
+        kernel = self._kernel
+        if "MAILED=1" in kernel.defines:
+            states = kernel.name == "kda_forward" and "KEEP=1" in kernel.defines
+            found.add(kernel.name + " states" * states)
+        start(self, *arguments)
+        if "MAPS=1" in kernel.defines and kernel.name.startswith("kda") and arguments[MAPS.arrived] is not None:
+            for x in {arguments[i] for i in MAPS} - {None}:  # the next launch is early
+                Emulated.late(x)
+
+    monkeypatch.setattr(Emulated, "__call__", spied)
+    return found
 
 
 @pytest.mark.parametrize("kernels", [across.DELTA, across.KDA], ids=["delta", "kda"])
@@ -157,38 +186,99 @@ def test_squares_of_transitions(kernels):
     q, k, v, beta = draw(160, 2, 1)
     g = F.logsigmoid(torch.randn(1, 160, 2, 128)) * torch.tensor([3.0, 0.02])[:, None]
     call, _ = kernels.cut(Inputs(q, k, v, g if kernels is across.KDA else g[..., 0], beta), None, 1.0, False)
-    maps = kernels.maps(call, False)
+    maps = kernels.maps(call, False, arrived := torch.ones(2, 1, 3, 2, dtype=torch.int32))
+    assert not arrived[0].any(), "which the launch clears"
     whole = maps.zero == 0
     assert whole.tolist() == [[[False, True]] * 3]
     assert torch.allclose(maps.squares[whole].sum(-1), maps.transition[whole].square().sum((-2, -1)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("slow", [3.0, 0.02], ids=["all forget", "one waits"])
-def test_batch_rows_from_other_shards(monkeypatch, slow):
-    """Which rows' and heads' states the link leaves to the launch behind; one head of the second row may not forget."""
-    cuts, H, put = (0, 100, 196, 293), 2, set()  # no span is shorter than the chunks that tell
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_batch_rows_from_other_shards(monkeypatch, name, slow):
+    """One head of the second row may not forget. No link is launched where launches carry states."""
+    cuts, H = (0, 100, 196, 293), 2  # no span is shorter than the chunks that tell
     q, k = (F.normalize(torch.randn(2, cuts[-1], 1, 128), dim=-1).bfloat16() for _ in range(2))
     fall = torch.tensor([[3.0, 3.0], [3.0, slow]])[:, None, :, None]
-    g = fall * F.logsigmoid(torch.randn(2, cuts[-1], H, 128))
-    x = {"q": q, "k": k, "v": torch.randn(2, cuts[-1], H, 128).bfloat16(), "g": g.clamp(min=-5)}
+    g = (fall * F.logsigmoid(torch.randn(2, cuts[-1], H, 128))).clamp(min=-5)
+    x = {"q": q, "k": k, "v": torch.randn(2, cuts[-1], H, 128).bfloat16(), "g": g if name == "kda" else g[..., 0]}
     x["beta"] = torch.randn(2, cuts[-1], H).sigmoid()
     (S0, dS), do = torch.randn(2, 2, 1, H, 128, 128), torch.randn_like(x["v"])
-    link = mailbox_ring.launch_dense
-
-    def spied(group, maps, states, hop, *, reverse):
-        room, target = group.mailboxes.lanes[1], hop.target
-        link(group, maps, states, hop, reverse=reverse)
-        if target is not None:
-            words = lanes_of(group.mailboxes, target, group.rank, room)
-            put.update((reverse, group.rank, i // 4) for i, full in enumerate((words != UNSENT.value).any(1)) if full)
-
-    monkeypatch.setattr(border, "launch_dense", spied)
-    got = line_of_ranks.results(across.KDA, Rule("delta", "diagonal"), x, cuts, (0, cuts[-1]), S0, do, dS)
+    monkeypatch.setattr(border, "launch_dense", lambda *args, **named: pytest.fail("a link was launched"))
+    function, kernels, rule = RULES[name]
+    mailed = launches_that_carry(monkeypatch)
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), S0, do, dS)
     got = {n: got[n] for n in ("o", "S", "S0", *x)}
-    check(reference.kda, [*x.values()], None, got, S0[:, 0], do, dS[:, 0])
-    everything = {(back, 1, row) for back in (False, True) for row in range(4)}
-    ends = {(False, 0, 3), (True, 2, 3)}
-    assert put == (set() if slow > 1 else everything | ends), "which the link has sent"
+    check(function, [*x.values()], None, got, S0[:, 0], do, dS[:, 0])
+    assert mailed == CARRY[name]
+
+
+RULES = {
+    "delta": (reference.gated_delta_rule, across.DELTA, Rule("delta", "scalar")),
+    "kda": (reference.kda, across.KDA, Rule("delta", "diagonal")),
+}
+
+
+def of_five_spans(name: str, shards: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Tokens of four heads, five spans a shard: none forgets; the second and fourth of a shard do, for a shard the
+    first and last; each leaves little, so that all together leave nothing; that and one that does; and the cuts."""
+    T, H = 320 * shards, 4
+    q, k, v, beta = draw(T, H, 1)
+    span = torch.arange(T) // 64
+    every = torch.tensor([[0.002, 0.002, 0.16, 0.16]]).repeat(T, 1)
+    every[(span % 5 % 2 == 1) & (span < 5 * shards - 5), 1] = 5
+    every[(span % 5 % 4 == 0) & (span >= 5 * shards - 5), 1] = 5
+    every[span % 5 == 2, 3] = 5
+    g = -every[None, :, :, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))
+    return {"q": q, "k": k, "v": v, "g": g if name == "kda" else g[..., 0], "beta": beta}, [
+        320 * i for i in range(shards + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "beside"), [("delta", 2, 2), ("delta", 2, 64), ("delta", 1, 2), ("kda", 1, 2)]
+)
+def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
+    """The delta rule's maps are found in halves, where there is room, by programs that may all run at once."""
+    monkeypatch.setattr(gdn_launches, "PARTS", 2**28 * (parts > 1))
+    monkeypatch.setattr(Emulated, "BESIDE", beside)
+    x, cuts = of_five_spans(name, 3)
+    (S0, dS), do = torch.randn(2, 1, 1, 4, 128, 128), torch.randn_like(x["v"])
+    function, kernels, rule = RULES[name]
+    mailed = launches_that_carry(monkeypatch)
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), S0, do, dS)
+    got = {n: got[n] for n in ("o", "S", "S0", *x)}
+    check(function, [*x.values()], None, got, S0[0], do, dS[0])
+    assert mailed == CARRY[name]
+
+
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_without_gradients_launches_carry_states(monkeypatch, name):
+    x, cuts = of_five_spans(name, 3)
+    x, cuts = {n: t[:, 40:-20].contiguous() for n, t in x.items()}, [0, 310, 630, 900]
+    S0 = torch.randn(1, 1, 4, 128, 128)
+    function, kernels, rule = RULES[name]
+    mailed = launches_that_carry(monkeypatch)
+    monkeypatch.setattr(border, "launch_dense", lambda *args, **named: pytest.fail("a link was launched"))
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), S0, None, None)
+    want = function(*(t.double() for t in x.values()), initial_state=S0[0].double(), output_final_state=True)
+    for found, true in ((got["o"], want.o), (got["S"][0], want.final_state)):
+        assert (found.double() - true).norm() <= LIMIT * true.norm()
+    assert mailed == {"delta": {"gdn_forward"}, "kda": {"kda_forward"}}[name]
+
+
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_what_waits_for_nothing_goes_first(name):
+    """The first of two ranks sends nothing: of the second's heads only the one that forgets nothing sends NaN."""
+    x, _ = of_five_spans(name, 1)
+    ranks, chain = line_of_ranks.groups(3, x["q"].device), Chain.line(3)
+    ranks[1].mailboxes.patience = 0
+    _, kernels, rule = RULES[name]
+    call = ScannedSpans.of(kernels, rule, Inputs(**x), None, 1.0, OutputUse(final=False))
+    call.output(None, border=MailboxBorder(ranks[1], chain, [(0, 0)], 1))
+    assert ranks[1].mailboxes.late() == [0]
+    sent = lanes_of(ranks[1].mailboxes, 2, 1, ranks[1].mailboxes.lanes[1])[:16].view(torch.float32).reshape(4, -1)
+    assert sent.isnan().any(1).tolist() == [True, False, False, False]
 
 
 def lanes_of(boxes, receiver: int, sender: int, lanes) -> torch.Tensor:
@@ -328,7 +418,7 @@ def test_what_kda_forgets_is_what_its_bound_says():
     g[:, 32:48, 2, 0] = g[:, 48:, 2, 1] = 0
     g[:, 32:, 3, 0] = 0
     g[:, :, 4] = -0.002
-    maps = across.KDA.maps(kda_launches.KDACall.of(Inputs(q, k, v, g, beta), None, 1.0, H), False)
+    maps = across.KDA.maps(kda_launches.KDACall.of(Inputs(q, k, v, g, beta), None, 1.0, H), False, None)
 
     def forgets(tokens: int, h: int) -> bool:
         u = torch.ones(128, dtype=torch.float64)

@@ -165,63 +165,6 @@ def test_every_choice_of_spans_that_forget(reverse, gets):
         assert not final or torch.allclose(leaving[0, 0, 0], left, atol=1e-4), (flagged, final)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_what_other_launches_send_and_take(reverse):
-    """Where the first span's transition is 0 the link takes nothing; if the last one forgets, it sends nothing then."""
-    torch.manual_seed(0)
-    A, b, x = torch.randn(SPANS, K, K) / K**0.5, torch.randn(SPANS, K, K), torch.randn(1, 1, 1, K, K)
-    before, middle, behind = groups(3, x.device)
-    first, last = (SPANS - 1, 0) if reverse else (0, SPANS - 1)
-    empty = torch.empty_like(before.mailboxes.own)
-    copy_kernel.prepare(empty, 3, CHUNK)
-    for flagged in FLAGGED:
-        zero, forgets = (torch.zeros(SPANS, dtype=torch.int32) for _ in range(2))
-        zero[list(flagged)] = 1
-        for more in ((), range(SPANS), (last,)) if reverse else ((),):
-            forgets[:] = zero
-            forgets[list(more)] = 1
-            came, gone, entering = (torch.full((1, n, 1, K, K), torch.nan) for n in (1, 1, SPANS))
-            launch_dense(before, DenseMaps(None, x), LinkStates(None, None, None), Hop(None, 1, True))
-            spans = [t[None, :, None] for t in (A.masked_fill(zero[:, None, None].bool(), torch.nan), b, zero)]
-            maps = DenseMaps(*spans, squares(spans[0]), mailed=forgets[None, :, None])
-            launch_dense(middle, maps, LinkStates(None, entering, None), Hop(0, 2, True), reverse=reverse)
-            if zero[first]:  # it is there still
-                launch_dense(middle, DenseMaps(None, x), LinkStates(None, came, None), Hop(0, None, False))
-                assert torch.equal(came, x), flagged
-            want, left = through_spans(A, b, zero, x[0, 0, 0], reverse)
-            if not (zero[first] and forgets[last]):
-                launch_dense(behind, DenseMaps(None, x), LinkStates(None, gone, None), Hop(1, None, False))
-                assert torch.allclose(gone[0, 0, 0], left, atol=1e-4), flagged
-            asked = [s for s in range(SPANS) if reverse or s == 0 or not zero[s - 1]]
-            asked = [s for s in asked if s != first or not zero[s]] if not (zero & forgets).all() else []
-            assert torch.allclose(entering[0, asked, 0], want[asked], atol=1e-4), (flagged, more)
-            assert not any(g.mailboxes.late() for g in (before, middle, behind)), (flagged, more)
-            assert all(torch.equal(g.mailboxes.own, empty) for g in (before, middle, behind)), "all is given back"
-
-
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_who_sends_where_some_head_waits(reverse, waits):
-    """Two heads of two batch rows, the first of which forgets: if the other waits the link sends both, else none."""
-    torch.manual_seed(0)
-    A, b = torch.randn(2, SPANS, 2, K, K) / K**0.5, torch.randn(2, SPANS, 2, K, K)
-    x, gone, entering = torch.randn(2, 1, 2, K, K), torch.full((2, 1, 2, K, K), torch.nan), torch.empty_like(b)
-    zero = torch.ones(2, SPANS, 2, dtype=torch.int32)
-    zero[1, :, 1] = not waits
-    before, middle, behind = groups(3, x.device)
-    launch_dense(before, DenseMaps(None, x), LinkStates(None, None, None), Hop(None, 1, True))
-    maps = DenseMaps(A, b, zero, squares(A), mailed=zero)
-    launch_dense(middle, maps, LinkStates(None, entering, None), Hop(0, 2, True), reverse=reverse)
-    if waits:
-        launch_dense(behind, DenseMaps(None, x), LinkStates(None, gone, None), Hop(1, None, False))
-        for row, h in itertools.product(range(2), range(2)):
-            _, left = through_spans(A[row, :, h], b[row, :, h], zero[row, :, h], x[row, 0, h], reverse)
-            assert torch.allclose(gone[row, 0, h], left, atol=1e-4), (row, h)
-    empty = torch.empty_like(behind.mailboxes.own)
-    copy_kernel.prepare(empty, 3, CHUNK)
-    assert torch.equal(behind.mailboxes.own, empty)
-
-
 class InTheMiddle:
     """Three ranks of one process, the second of which has spans [2, SPANS, 1, K, K]; x [2, 1, 1, K, K] enters them.
     What is left of it is known of whole pieces, or bounded by squares of spans' transitions (`measured`)."""

@@ -61,29 +61,29 @@ class Shard:
 
 def results(
     kernels: SpanKernels, rule: Rule, x: dict[str, Tensor], cuts: Sequence[int], documents: Sequence[int], S0: Tensor,
-    do: Tensor, dS: Tensor,
+    do: Tensor | None, dS: Tensor | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """o, final states S, and the gradients of `x` and of S0 (states are [B, N, H, K, V]) of the ranks that `cuts` makes
-    of a sequence of `documents`."""
+    """o, final states S, and (given `do` and `dS`) the gradients of `x` and of S0 (states are [B, N, H, K, V]) of the
+    ranks that `cuts` makes of a sequence of `documents`."""
     shards = [Shard(*ends, documents) for ends in pairwise(cuts)]
     joined = [bool(i) and len(shard.starts) < len(shard.parts) for i, shard in enumerate(shards)]
     passes = [a and len(shard.parts) == 1 for a, shard in zip(joined, shards)]
     chain = Chain(tuple(range(len(shards))), tuple(joined), tuple(passes))
-    made = groups(len(shards), do.device)
+    made, train = groups(len(shards), S0.device), do is not None
     borders = [MailboxBorder(g, chain, [(0, len(s.parts) - 1)], len(s.parts)) for g, s in zip(made, shards)]
     calls, outs, backs, S, dS0 = [], [], [], torch.empty_like(S0), torch.empty_like(S0)
     for shard, border in zip(shards, borders):
         inputs = Inputs(**{n: t[:, shard.tokens].contiguous() for n, t in x.items()})
-        calls.append(ScannedSpans.of(kernels, rule, inputs, shard.cu, x["q"].shape[-1] ** -0.5, OutputUse(True)))
+        calls.append(ScannedSpans.of(kernels, rule, inputs, shard.cu, x["q"].shape[-1] ** -0.5, OutputUse(train)))
         outs.append(calls[-1].output(shard.of(S0, shard.starts), border=border))
         for i, n in shard.ends:
             S[:, n] = outs[-1].leaving[:, i]
-    for shard, border, call, out in reversed(list(zip(shards, borders, calls, outs))):
+    for shard, border, call, out in reversed(list(zip(shards, borders, calls, outs)) if train else []):
         back = Backward(shard.of(S0, shard.starts), do[:, shard.tokens].contiguous(), out.saved)
         backs.insert(0, call.gradients(back, shard.of(dS, shard.ends), border=border))
         for i, n in shard.starts:
             dS0[:, n] = backs[0].entering[:, i]
-    found = {n: torch.cat([getattr(back.inputs, n) for back in backs], 1) for n in x}
+    found = {n: torch.cat([getattr(back.inputs, n) for back in backs], 1) for n in x if train}
     late = [g.mailboxes.late() for g in made]
     assert not any(late), f"ranks that were waited for in vain: {late}"
     return {"o": torch.cat([out.o for out in outs], 1), "S": S, "S0": dS0, **found}

@@ -82,6 +82,9 @@ INLINE void sts64(u32 a, u32 x, u32 y) {
 INLINE void sts128(u32 a, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
+INLINE void sts128(u32 a, const u32* x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
 INLINE void stg128(void* p, const u32* x) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
@@ -119,6 +122,7 @@ INLINE void stm_trans(const u32* r, u32 a) {
 // -- barriers ------------------------------------------------------------------------------------------------------
 
 INLINE void bar_init(u32 a, int n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(a), "r"(n) : "memory"); }
+INLINE void bar_over(u32 a) { asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(a) : "memory"); }  // before another bar_init
 INLINE void bars_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }  // behind the last bar_init
 INLINE void bar_arrive(u32 a) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(a) : "memory"); }
 INLINE void bar_wait(u32 a, u32 phase) {
@@ -155,6 +159,7 @@ INLINE int load_acquire(const int* p) {
 INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
+INLINE void add_release(int* p, int x) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
 // The same where other devices read and write, too
 INLINE void load_anywhere(u32* r, const u32* p) {
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -251,17 +256,19 @@ template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], const u32* a, u
   else WGMMA64("bf16");
 }
 // d [64, 128] += a [64, 16] b [16, 128]; b stored [k][n]
-#define WGMMA128(TYPE)                                                                                                \
+#define WGMMA128(TYPE, BY_K)                                                                                                \
   asm volatile(                                                                                                       \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"\
       "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"\
       "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "                            \
-      "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                                                           \
+      "{%64,%65,%66,%67}, %68, 1, 1, 1, " BY_K ";"                                                                         \
       : F64(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 template <bool FP16 = false> INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) {
-  if constexpr (FP16) WGMMA128("f16");
-  else WGMMA128("bf16");
+  if constexpr (FP16) WGMMA128("f16", "1");
+  else WGMMA128("bf16", "1");
 }
+// The same of b stored [n][k]
+INLINE void wgmma128_back(float (&d)[16][4], const u32* a, u64 b) { WGMMA128("bf16", "0"); }
 // d [64, 16] = a [64, 16] b [16, 16] (`more`: + d); b stored [n][k]
 INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) {
   asm volatile(

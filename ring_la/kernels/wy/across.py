@@ -33,6 +33,46 @@ class Cut(NamedTuple):
     spans: Runs
 
 
+class Carried(NamedTuple):
+    """What launches take that carry states from span to span and rank to rank themselves (`mail.cuh`).
+
+    Attributes:
+        mail: the mailboxes. before: what enters pieces ``[B, N, H, K, V]`` where no rank sends it; None: zero.
+        entering: room for what enters the spans ``[B, NS, H, K, V]``. leaving: for what leaves the pieces.
+        keeps: whether that is wanted. composes: whether what all spans together do is found before anything comes:
+            ranks that train wait for each other. arrived: int32 ``[2, B, NS, H]``, what the launches say to each other.
+    """
+
+    mail: Mail
+    before: Tensor | None
+    entering: Tensor
+    leaving: Tensor
+    keeps: bool
+    composes: bool
+    arrived: Tensor
+
+    def given(self, states: Tensor, maps: SpanMaps) -> Passing:
+        """Spans of those `maps`, which begin from `states` where they know them."""
+        memory, numbers = self.mail
+        found = maps.own, maps.squares, maps.image, maps.zero
+        mail = (
+            *memory,
+            *found,
+            self.before,
+            self.entering,
+            self.leaving,
+            *numbers,
+            int(self.keeps),
+            int(self.composes),
+            0,
+        )
+        return Passing(states, given=True, arrived=self.arrived, mail=mail)
+
+
+MOST = 64
+"""Spans of a piece that they carry states through."""
+
+
 class SpanKernels(Protocol):
     """A rule's launches. States are those of spans ``[B, NS, H, K, V]``.
 
@@ -43,30 +83,29 @@ class SpanKernels(Protocol):
     left: ClassVar[int]
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
-        """The call, which gradients follow if it is to `train`; all of its spans have one length."""
+        """The call, which gradients follow if it is to `train`; all of its spans have one length then."""
         ...
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         """Whether there is room for what gradients take."""
         ...
 
-    def mails(self, call: Any, back: bool) -> bool:
-        """Whether they send states, and take those that come, themselves where spans forget; no others are given a
-        `mail`, or asked what is `mailed`."""
+    def carries(self, call: Any, back: bool) -> bool:
+        """Whether they carry states of one piece a row from span to span and rank to rank themselves."""
         ...
 
-    def maps(self, call: Any, mailed: bool) -> SpanMaps:
-        """What each span does to the state that enters it; `mailed`: with `SpanMaps.mailed`."""
+    def maps(self, call: Any, train: bool, arrived: Tensor | None) -> SpanMaps:
+        """What each span does to the state that enters it; `train`: gradients follow; `arrived` is cleared."""
         ...
 
     def output(
-        self, call: Any, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
+        self, call: Any, entering: Tensor, maps: SpanMaps, keep: bool, carried: Carried | None
     ) -> tuple[Tensor, Saved]:
-        """o, and if `keep` what the gradients take, of the states that enter the spans."""
+        """o, and if `keep` what the gradients take, of the states that enter the spans, or are `carried` to them."""
         ...
 
-    def added_back(self, call: Any, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
-        """What each span adds to the gradient of the state that enters it, and (`mailed`) `SpanMaps.mailed`."""
+    def add_back(self, call: Any, maps: SpanMaps, saved: Saved, do: Tensor, arrived: Tensor | None) -> None:
+        """Fill `maps.own`: what each span adds to the gradient of the state that enters it. `arrived` is cleared."""
         ...
 
     def prepared(self, call: Any, saved: Saved) -> Chunks:
@@ -75,9 +114,9 @@ class SpanKernels(Protocol):
 
     def gradients(
         self, call: Any, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
-        mail: Mail | None,
+        carried: Carried | None,
     ) -> Inputs:  # fmt: skip
-        """Those of the inputs, of the gradients of the states that leave the spans."""
+        """Those of the inputs, of the gradients of the states that leave the spans, or are `carried` to them."""
         ...
 
 
@@ -96,27 +135,32 @@ def _room(call: GDNCall | KDACall) -> Tensor:
     return call.new(B, call.count // B, H, HEAD, HEAD)
 
 
-def _maps(call: GDNCall | KDACall) -> tuple[SpanMaps, Passing]:
-    """Room for those, and a launch's part of it."""
+def _images(call: GDNCall | KDACall) -> Tensor:
+    """Room for images of transitions."""
+    B, _, H, _ = call.inputs.v.shape
+    return call.new(B, call.count // B, H, 2, HEAD, HEAD, dtype=torch.bfloat16)
+
+
+def _maps(call: GDNCall | KDACall, arrived: Tensor | None) -> tuple[SpanMaps, Passing]:
+    """Room for those, and a launch's part of it; images where states are carried."""
     B, _, H, _ = call.inputs.v.shape
     spans = B, call.count // B, H
     zero, squares = call.new(*spans, dtype=torch.int32), call.new(*spans, 8)
     found = SpanMaps("dense", _room(call), _room(call), True, zero, squares)
-    return found, Passing(found.own, found.transition, maps=True, zero=zero, squares=squares)
+    if arrived is not None:
+        found = found._replace(image=_images(call))
+    of_maps: Any = dict(zero=zero, squares=squares, image=found.image, arrived=arrived)
+    return found, Passing(found.own, found.transition, maps=True, **of_maps)
 
 
-def _given(
-    states: Tensor, mail: Mail | None = None, maps: SpanMaps | None = None, entering: Tensor | None = None
-) -> Passing:
-    """The state that every span begins from; beside it, what leaves by `mail` under `maps`, and what is `entering`
-    so."""
-    if mail is None:
-        return Passing(states, given=True)
-    assert maps is not None
-    assert maps.mailed is not None
-    assert entering is not None
-    memory, numbers = mail
-    return Passing(states, maps.own, given=True, zero=maps.zero, mail=(*memory, maps.mailed, entering, *numbers))
+def _given(states: Tensor, maps: SpanMaps, carried: Carried | None) -> Passing:
+    """The state that every span begins from, as far as it is not `carried` there under `maps`."""
+    return Passing(states, given=True) if carried is None else carried.given(states, maps)
+
+
+def _few(call: GDNCall | KDACall) -> bool:
+    """Whether a row has no more spans than states are carried through."""
+    return call.runs is None and call.count // call.inputs.v.shape[0] <= MOST
 
 
 class DeltaSpans:
@@ -125,49 +169,54 @@ class DeltaSpans:
     left: ClassVar[int] = 3
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
-        return _cut(GDNCall.of(inputs, cu, scale, gdn_launches.across), gdn_launches.CHUNK)
+        cut = gdn_launches.across if train else gdn_launches.carrying
+        return _cut(GDNCall.of(inputs, cu, scale, cut), gdn_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return gdn_launches.keeps(inputs, cu)
 
-    def mails(self, call: GDNCall, back: bool) -> bool:
-        return False
+    def carries(self, call: GDNCall, back: bool) -> bool:
+        return _few(call)
 
-    def maps(self, call: GDNCall, mailed: bool) -> SpanMaps:
-        found, passing = _maps(call)
+    def maps(self, call: GDNCall, train: bool, arrived: Tensor | None) -> SpanMaps:
+        found, passing = _maps(call, arrived)
+        halves = gdn_launches.halves(call)
+        if halves > 1:
+            found = found._replace(half=_images(call) if train else None)
+            passing = passing._replace(half=found.half, extra=_room(call), together=halves)
         kernel = partial(gdn_launches.forward_kernel, False, *call.defines, maps=True)
         call.launch(kernel, _heads(call), None, (None, None), (None,) * 3, passing=passing)
         return found
 
     def output(
-        self, call: GDNCall, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
+        self, call: GDNCall, entering: Tensor, maps: SpanMaps, keep: bool, carried: Carried | None
     ) -> tuple[Tensor, Saved]:
         o, heads = torch.empty_like(call.inputs.v), _heads(call)
         kept = gdn_launches.room(call, len(heads)) if keep else (None,) * 3
-        passing = Passing(entering, given=True)
         kernel = partial(gdn_launches.forward_kernel, keep, *call.defines)
-        call.launch(kernel, heads, o, (None, None), kept, passing=passing)
+        call.launch(kernel, heads, o, (None, None), kept, passing=_given(entering, maps, carried))
         return o, tuple(kept) if keep else ()
 
-    def added_back(self, call: GDNCall, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
-        found, (states, writes, pairs) = _room(call), saved
+    def add_back(self, call: GDNCall, maps: SpanMaps, saved: Saved, do: Tensor, arrived: Tensor | None) -> None:
+        states, writes, pairs = saved
         kernel = partial(gdn_launches.backward_kernel, *call.defines, maps=True)
-        passing = Passing(found, maps=True)
+        passing = Passing(maps.own, maps=True, zero=maps.zero, arrived=arrived)
+        if maps.half is not None:
+            passing = passing._replace(half=maps.half, extra=_room(call), together=2)
         kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
-        return found, None
 
     def prepared(self, call: GDNCall, saved: Saved) -> Chunks:
         return None
 
     def gradients(
         self, call: GDNCall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
-        mail: Mail | None,
+        carried: Carried | None,
     ) -> Inputs:  # fmt: skip
         to, (states, writes, pairs) = gdn_launches.results(call), saved
         kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
-        passing = Passing(entering, given=True)
         kernel = partial(gdn_launches.backward_kernel, *call.defines)
+        passing = _given(entering, maps, carried)
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
         return by_key_head(to, call.inputs.q.shape[2])
 
@@ -180,53 +229,51 @@ class KDASpans:
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         B, T, H = inputs.v.shape[:3]
         heads = kda_launches.group(kda_launches.chunks(B, T, cu), H) if train else H  # of one launch
-        return _cut(KDACall.of(inputs, cu, scale, heads), kda_launches.CHUNK)
+        return _cut(KDACall.of(inputs, cu, scale, heads, carrying=not train), kda_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
 
-    def mails(self, call: KDACall, back: bool) -> bool:
+    def carries(self, call: KDACall, back: bool) -> bool:
         H = len(_heads(call))  # in groups, a launch would send behind others' states and gradients
-        return not back or kda_launches.group(call.chunks, H) == H
+        return _few(call) and (not back or kda_launches.group(call.chunks, H) == H)
 
-    def maps(self, call: KDACall, mailed: bool) -> SpanMaps:
-        found, passing = _maps(call)
+    def maps(self, call: KDACall, train: bool, arrived: Tensor | None) -> SpanMaps:
+        found, passing = _maps(call, arrived)
         call.launch("forward", _heads(call), None, (None, None), passing=passing)
-        return found._replace(mailed=found.zero) if mailed else found
+        return found
 
     def output(
-        self, call: KDACall, entering: Tensor, maps: SpanMaps, keep: bool, mail: Mail | None
+        self, call: KDACall, entering: Tensor, maps: SpanMaps, keep: bool, carried: Carried | None
     ) -> tuple[Tensor, Saved]:
         o = torch.empty_like(call.inputs.v)
-        call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, mail, maps, entering))
+        call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, maps, carried))
         return o, (entering,) if keep else ()
 
-    def added_back(self, call: KDACall, saved: Saved, do: Tensor, mailed: bool) -> tuple[Tensor, Tensor | None]:
-        found, further = _room(call), (do, *(None,) * 5)
-        forgets = call.new(*found.shape[:3], dtype=torch.int32) if mailed else None
-        passing = Passing(found, maps=True, zero=forgets)
+    def add_back(self, call: KDACall, maps: SpanMaps, saved: Saved, do: Tensor, arrived: Tensor | None) -> None:
+        further, passing = (do, *(None,) * 5), Passing(maps.own, maps=True, arrived=arrived)
         call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
-        return found, forgets
 
     def prepared(self, call: KDACall, saved: Saved) -> Chunks:
         H = len(_heads(call))
         if kda_launches.group(call.chunks, H) < H:
             return None
         (before,), ((heads, room),) = saved, kda_launches.by_group(call)
-        call.launch("states", heads, None, (None, None), room, passing=_given(before))
+        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True))
         return room
 
     def gradients(
         self, call: KDACall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
-        mail: Mail | None,
+        carried: Carried | None,
     ) -> Inputs:  # fmt: skip
         to = kda_launches.results(call)
         further = (do, *to.qkv, to.g, to.beta)
         (before,) = saved
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
             if prepared is None:
-                call.launch("states", heads, None, (None, None), kept, passing=_given(before, mail, maps, entering))
-            call.launch("backward", heads, None, (None, None), kept, further, _given(entering))
+                call.launch("states", heads, None, (None, None), kept, passing=_given(before, maps, carried))
+            passing = _given(entering, maps, carried)
+            call.launch("backward", heads, None, (None, None), kept, further, passing)
         return by_key_head(to, call.inputs.q.shape[2])
 
 

@@ -6,6 +6,9 @@
 #define OUTER a.outer
 #include "carried.cuh"
 #include "maps.cuh"
+#if MAILED
+#include "mail.cuh"
+#endif
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
 #define BACK 16         // chunks that a span may begin early
@@ -19,21 +22,113 @@ struct Args {
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`; null if `given`.
-                         // MAPS, forward: whether spans' transitions are 0 and not written, [count, H]
+                         // MAPS: whether spans' transitions are 0 and not written, [count, H]
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // [count, H, 2, 128 * 128], see `combine`; null: spans do not. MAPS: spans' transitions
   float* squares;        // MAPS, forward: of these, [count, H, 8]
+  u16* half;             // MAPS: images of transitions of spans' first halves, where spans' own are not 0; null: nobody wants them
+  float* extra;          // MAPS: what a half's tokens leave of no state, [count, H, 128 * 128]
+  int* told;             // MAPS: the list of parts, see `Job`; zero at first
+  u16* image;            // MAPS, forward: images of transitions, [count, H, 2 * 128 * 128]; null: nobody wants them
+  int* arrived;          // MAPS, MAILED: whether what enters spans is there, [count, H], zero at first; how many chunks at spans' ends
+                         // forget what enters them on this way, [count, H]. Not null: MAILED finds what leaves where there are some
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 32 * 128], W of its tokens, see `tile_place`
   u16* kept_pairs;       // [chunks, heads, 2 * 32 * 32], N and P, see `pair_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
-  int pick;              // whether spans that wait go first, see `choose`; if not, programs take their own numbers
-  int together;          // how many spans that wait combine
+  int pick;              // whether spans that wait go first, see `choose`; if not, programs take their own numbers. MAPS: whether all
+                         // programs run at once
+  int together;          // how many spans that wait combine; MAPS: 2: parts are of halves of spans
   int outer;             // tokens of the span that goes over its own once, see `span_of`
   float scale;
+#if MAILED
+  Mail mail;
+#endif
 };
+
+// How many chunks at a piece's end on this way forget what came before them, if what leaves is wanted; s is the first span.
+template <bool FORWARD> INLINE int chunks_at_end(const Args& a, int s, int h) {
+#if MAILED
+  const int end = s + (FORWARD ? spans_a_row(a) - 1 : 1 - spans_a_row(a));
+  if (a.mail.target >= 0 || a.mail.keeps) return uniform(a.arrived[(a.count + end) * a.H + h]);
+#endif
+  return 0;
+}
+
+#if MAILED
+// Whether states are carried where chunks come later, or sent from there; so many chunks at the piece's end forget.
+INLINE bool takes_room(const Args& a, u64 zeros, int chunks) { return carries(a, zeros) || (!chunks && a.mail.target >= 0); }
+#endif
+
+#if MAPS
+// The parts of a span's maps, each found by a program: PARTS of them. A program begins with a span of its own, decides whether that
+// forgets what enters it, and if not finds the first part; the others go on a list, from which all programs take. Numbers of parts are
+// the span's, by heads, times PARTS, and the part's, and 1.
+struct Job {
+  Span x;
+  int s, h, part;
+  int t0, n;    // chunks
+  bool halved;  // whether parts are of halves
+};
+INLINE Job job_of(const Args& a, int number) {
+  Job j;
+  const int n = (number - 1) / PARTS;
+  j.s = n / a.heads; j.h = a.first_head + n % a.heads; j.part = (number - 1) % PARTS;
+  j.x = span_of(a, j.s);
+  j.t0 = uniform(j.x.begin); j.n = uniform((j.x.end - j.x.begin + C - 1) / C);
+  j.halved = a.together == 2;
+  return j;
+}
+// Of the list: how many parts were put on it, how many taken, how many programs have decided; then, of a span, the parts that are found.
+INLINE int* found(const Args& a, const Job& j, int part) { return a.told + 3 + (part * a.count + j.s) * a.H + j.h; }
+INLINE int* listed(const Args& a) { return a.told + 3 + (PARTS - 1) * a.count * a.H; }
+// Say what is decided of a program's own span, and list its other parts, if there are. By one thread.
+INLINE void decide(const Args& a, const Job& j, const Reach& r, int parts) {
+  launch_before();
+  if (a.arrived) {
+    a.arrived[j.s * a.H + j.h] = 0;
+    a.arrived[(a.count + j.s) * a.H + j.h] = r.forgets;
+  }
+  if (parts > 1) {
+    int* const to = listed(a) + atomicAdd(a.told, parts - 1);
+    for (int i = 1; i < parts; i++) store_release(to + i - 1, blockIdx.x * PARTS + i + 1);
+  }
+  add_release(a.told + 2, 1);
+}
+// The next part on the list, or 0: there is none. Where all programs run at once, one waits until all have decided; else those that decide
+// later take what they list themselves. By one thread.
+INLINE int next_part(const Args& a) {
+  launch_before();
+  const int programs = a.count * a.heads;
+  if (a.pick) {
+    int* const at = listed(a) + atomicAdd(a.told + 1, 1);
+    for (;;) {
+      const bool all = load_acquire(a.told + 2) == programs;
+      const int number = at < listed(a) + programs * (PARTS - 1) ? load_acquire(at) : 0;
+      if (number || all) return number;
+    }
+  }
+  for (;;) {
+    const int i = load_acquire(a.told + 1);
+    if (i >= load_acquire(a.told)) return 0;
+    if (swap_anywhere(a.told + 1, i, i + 1) != i) continue;
+    int number;
+    while (!(number = load_acquire(listed(a) + i))) {}
+    return number;
+  }
+}
+// Leave what a part has found to the last one. By eight warps.
+INLINE void leave_part(const float (&S)[16][4], float* to, const Args& a, const Job& j, int w, int lane) {
+  store(S, held(to, (u64)j.s * a.H + j.h, w, lane));
+  between_warps();
+  if (w == 0 && lane == 0) store_release(found(a, j, j.part), 1);
+}
+INLINE void await_part(const Args& a, const Job& j, int part) {
+  while (!load_acquire(found(a, j, part))) {}
+}
+#endif
 
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 

@@ -16,8 +16,9 @@
 // tokens, two fetch states and find dB, eight carry dS transposed, [V, K]. A span that is not a piece's last starts up to
 // sixteen chunks late from zero where those forget what comes from the right (the bound of gdn.cuh), or with the piece's end;
 // else it waits for the span after it, going over its tokens three times as the forward does; or it is `given` what enters, which
-// comes of a scan over what a launch with MAPS finds.
+// comes of a scan over what a launch with MAPS finds, or (MAILED) is carried from span to span and rank to rank (mail.cuh).
 #define WARPS 12
+#define PARTS 2 // a span's halves, the second one first
 #include "gdn.cuh"
 
 #define MAKERS 2 // warps that make what needs a chunk's own tokens alone
@@ -42,6 +43,7 @@
 #define BARS (ENDS + 2 * 32)           // of each slot: full, empty, dR there, dB there
 #define BARS_S (BARS + SLOTS * 32)     // of the state: full, empty
 #define OPEN (BARS_S + 16)         // a barrier: the last of several passes may begin
+#define HELD (SAID + 32)               // two barriers: maps are there, see `carry`; of programs that ask nothing of `forgetting`
 #define SAID (OPEN + 16)               // the ticket; three words, of which `leave` takes the last; of 16 chunks, then of warps, see `forgetting`
 
 struct BackArgs {
@@ -127,15 +129,22 @@ INLINE void pair_gradients(int m, int from, float by, bool diagonal, u32 to, u32
 }
 
 // The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
-// chunk whose gradients are wanted.
-INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, int first, u32 base, int w, int lane) {
+// chunk whose gradients are wanted. `early`: before them so many of the piece's first ones, behind which the span's wait if maps are
+// `held` where chunks come.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, int first, int early, bool held, u32 base,
+                    int w, int lane) {
   const Args& a = b.a;
-  for (int c = w; c < n * passes; c += MAKERS) {
+  for (int c = w; c < early + n * passes; c += MAKERS) {
     const u32 at = base + c % SLOTS * SLOT, full = base + BARS + c % SLOTS * 32;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+#if MAILED
+    const int pass = 0, m = c < early ? early - 1 - c - (x.begin - x.piece * a.T) / C : early + n - 1 - c, t = x.begin + m * C;
+    if (held && c >= early) bar_wait(base + OPEN, 0);
+#else
     const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
-    const bool own = c >= first;
     if (pass == 2) bar_wait(base + OPEN, 0);
+#endif
+    const bool own = c >= first;
     load_chunk(b, t, lim, x.chunk + m, h, pass != 1, own, at, lane);
     const u64 i = (u64)(t + lane) * a.H + h;
     const bool live = t + lane < lim;
@@ -164,8 +173,9 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
 
 // -- two warps: dB, and the first of them states on their way in -----------------------------------------------------
 
-INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int m, int lane) {
+INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, bool held, u32 base, int m, int lane) {
   const u32 bar = base + BARS_S;
+  if (held) bar_wait(base + OPEN, 0);
   auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own, once nobody reads the one before it
     if (i) bar_wait(bar + 8, (i - 1) & 1);
     if (lane == 0) {
@@ -492,6 +502,36 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   }
 }
 
+#if MAILED
+// What leaves the piece, of its first n chunks, if these forget what came from the right; then what comes is carried on. By the program
+// of the last span.
+INLINE void begin_piece(float (&S)[16][4], const BackArgs& b, const Span& x, int s, int h, int n, u64 zeros, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  const Mail& m = a.mail;
+  if (n) {
+    float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
+    begin_with(S, 0, w, lane);
+    walk(S, b, h, uniform(x.piece * a.T), uniform(x.end), 0, n, n, base, w, lane);
+    put_state(S, leaving, w, lane);
+    between_warps();
+    if (m.target >= 0) send(leaving, m, first_lane(a, x, h), base + SAID + 16, w, lane, [] { between_warps(); });
+  }
+  const bool sends = !n && m.target >= 0;
+  carry<false>(a, x, s, h, zeros, sends, sends || (!n && m.keeps), false, base, base + HELD, base + SAID + 16, w, lane);
+  between_warps();  // nobody reads maps any more
+  if (takes_room(a, zeros, n) && w == 0 && lane == 0) bar_arrive(base + OPEN);
+}
+
+// early: chunks under way before the span's
+INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, bool waits, int early, u64 zeros, u32 base, int w,
+                    int lane) {
+  const Args& a = b.a;
+  float S[16][4];
+  if (x.last) begin_piece(S, b, x, s, h, early, zeros, base, w, lane);
+  begin_with(S, x.last || !waits ? entering(a, x.piece, s, h, x.last, false) : carried(a, s, s + 1, h), w, lane);
+  walk(S, b, h, uniform(x.begin), uniform(x.end), early, early + n, first, base, w, lane);
+}
+#else
 INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, bool known, bool waits, int passes, u32 base,
                     int w, int lane) {
   const Args& a = b.a;
@@ -510,6 +550,7 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
   }
   if (passes == 1 && !a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
+#endif
 
 // How many chunks late a span begins, or -1: it waits. By all warps.
 INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
@@ -536,23 +577,82 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
     bar_init(base + BARS_S, 1);
     bar_init(base + BARS_S + 8, 8);
     bar_init(base + OPEN, 1);
+#if MAILED
+    for (int i = 0; i < 2; i++) bar_init(base + HELD + i * 8, 1);
+#endif
     bars_ready();
   }
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if MAPS
+  Job j = job_of(a, blockIdx.x * PARTS + 1);
+  Reach r = {0, 0, 0, 0};
   __syncthreads();
-  const MapsOf m = maps_of(a, false);
-  const Span x = span_of(a, m.s);
-  if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, false, base + SAID + 16, lane);
+  if (j.n > 0) r = reach(a, j.x, {j.s, j.h, 0, 0}, false, !a.arrived, base + SAID + 16, lane);
+  // where the transition is 0 nobody has that of a half
+  const bool halved = j.halved && r.whole && uniform(!a.flags[j.s * a.H + j.h]);
+  if (tid == 0) decide(a, j, r, halved ? 2 : 1);
+  const bool empty = !j.n;
+  if (!halved) {
+    j.halved = false;
+    j.n = uniform(r.n);
+  }
+  u32 opened = 0;
+  auto next = [&](bool again) {  // whether there is another part
+    __syncthreads();
+    if (tid == 0) {
+      sts32(base + SAID, next_part(a));
+      for (int i = 0; again && i < SLOTS; i++) {
+        bar_over(base + BARS + i * 32); bar_over(base + BARS + i * 32 + 8);
+        bar_init(base + BARS + i * 32, 1); bar_init(base + BARS + i * 32 + 8, 8);
+      }
+      bars_ready();
+    }
+    __syncthreads();
+    const int number = uniform(lds32(base + SAID));
+    if (number) j = job_of(a, number);
+    return number != 0;
+  };
+  if (empty && !next(false)) return;
+  auto half = [&] {  // the chunks of this part
+    if (!j.halved) return;
+    const int first = j.n / 2;
+    if (j.part) j.n = first;
+    else j.n -= first, j.x.begin += first * C, j.x.chunk += first;
+  };
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < MAKERS) produce(b, x, m.h, piece_end(a, x), r.n, 1, r.n, base, w, lane);
+    do {
+      half();
+      if (w < MAKERS) produce(b, j.x, j.h, piece_end(a, j.x), j.n, 1, j.n, 0, false, base, w, lane);
+    } while (next(true));
   } else {
     registers_up<200>();
-    find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
-      walk(S, b, m.h, x.begin, x.end, c, c + r.n, c + r.n, base, w, lane);
-    });
+    do {
+      half();
+      const u64 i = (u64)j.s * a.H + j.h;
+      if (j.halved && j.part && tid == 0) {  // chunks' states, which are not asked for, would lie there
+        bar_expect(base + OPEN, MAP);
+        copy_in(base + STATE, a.half + i * (MAP / 2), MAP, base + OPEN);
+      }
+      float S[16][4];
+      begin_with(S, 0, w, lane);
+      walk(S, b, j.h, j.x.begin, j.x.end, 0, j.n, j.n, base, w, lane);
+      if (j.halved && !j.part) {
+        leave_part(S, a.extra, a, j, w, lane);
+        continue;
+      }
+      float* const adds = a.states + i * (D * D);
+      if (j.halved) {  // what the second half adds, through this one
+        between_warps();  // all slots are empty
+        put_state(S, adds, w, lane);
+        await_part(a, j, 0);
+        load(S, held(a.extra, i, w, lane));
+        bar_wait(base + OPEN, opened);
+        opened ^= 1;
+        pass_on<false>(S, adds, base + STATE, base, w, lane);
+      }
+      put_state(S, adds, w, lane);
+    } while (next(true));
   }
 #else
   const Choice mine = choose(a, false, a.given || !a.pick, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
@@ -562,14 +662,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   const int lim = piece_end(a, x);
   const bool known = x.last || (!a.given && behind >= 0 && behind * C >= lim - x.end);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
-  const int passes = uniform(behind < 0 && !x.first && !a.given ? 3 : 1), first = n * passes - own;
+  const int passes = uniform(behind < 0 && !x.first && !a.given ? 3 : 1);
+  int early = 0;
+#if MAILED
+  u64 zeros = 0;
+  if (x.last) {
+    zeros = zeros_of<false>(a, s, h, lane);
+    early = chunks_at_end<false>(a, s, h);
+  }
+  const bool held = x.last && takes_room(a, zeros, early);
+#else
+  const bool held = false;
+#endif
+  const int first = early + n * passes - own;
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < MAKERS) produce(b, x, h, lim, n, passes, first, base, w, lane);
-    else fetch(b, x, h, n * passes, first, base, w - MAKERS, lane);
+    if (w < MAKERS) produce(b, x, h, lim, n, passes, first, early, held, base, w, lane);
+    else fetch(b, x, h, early + n * passes, first, held, base, w - MAKERS, lane);
   } else {
     registers_up<200>();
+#if MAILED
+    consume(b, x, s, h, n, first, behind < 0, early, zeros, base, w, lane);
+#else
     consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);
+#endif
   }
 #endif
 }

@@ -21,8 +21,9 @@
 // Programs take spans in order, so that one which waits waits for one that runs.
 //
 // Where states come from other ranks, one launch with MAPS finds what spans do to a state (maps.cuh), and another, `given`
-// what enters each, goes over them once.
+// what enters each, goes over them once, or (MAILED) carries it from span to span and rank to rank itself (mail.cuh).
 #define WARPS 16
+#define PARTS 4 // of each half what it adds, then its transition
 #include "gdn.cuh"
 #include "triangle.cuh"
 
@@ -51,6 +52,7 @@
 #define LOADED (BARS + SLOTS * 16) // a barrier of each slot: what memory holds of its tokens is there
 #define OPEN (LOADED + (SLOTS + 1) / 2 * 16) // a barrier: the last pass may begin
 #define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, then of warps, see `forgetting`
+#define HELD (SAID + 32)  // two barriers: maps are there, see `carry`; of programs that ask nothing of `forgetting`
 #define SHARED (SAID + 144)
 
 // -- what chunks need of their own tokens: asked for by four warps, 8 tokens each, and made by four, a chunk each -------
@@ -59,13 +61,20 @@
 // the last.
 struct Passes {
   int t0, n, total, last;
+#if MAILED
+  int end;  // of the piece, where the chunks before `last` are its last ones
+  INLINE int token(int c) const { return c >= last ? t0 + (c - last) * C : end + (c - last) * C; }
+  INLINE bool middle(int c) const { return false; }
+#else
   INLINE int token(int c) const { return t0 + (c >= last ? c - last : c >= n ? c - n : c) * C; }  // the first of chunk c
   INLINE bool middle(int c) const { return c >= n && c < last; }  // in which values are zero
+#endif
 };
 INLINE Passes passes_of(int t0, int n, int passes) { return {t0, n, n * passes, MAPS ? n * passes : n * (passes - 1)}; }
 
 // Ask for what chunks hold in memory, once their slots are empty; tokens from x.end on are zero, v where no `values` are wanted.
-INLINE void ask(const Args& a, const Span& x, int h, const Passes& p, bool values, u32 base, int w, int lane) {
+// With MAILED the span's own wait if maps are `held` where chunks come.
+INLINE void ask(const Args& a, const Span& x, int h, const Passes& p, bool values, bool held, u32 base, int w, int lane) {
   const int hk = h / (a.H / a.HK), row = w * 8 + (lane >> 4), j = lane & 15;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2), to_q = (const char*)a.q - (const char*)a.k;
   const char* const k = (const char*)a.k + hk * (D * 2) + j * 16;
@@ -74,7 +83,11 @@ INLINE void ask(const Args& a, const Span& x, int h, const Passes& p, bool value
   int slot = 0, phase = 1;
   for (int c = 0; c < p.total; c++) {
     if (c >= SLOTS) bar_wait(base + BARS + slot * 16 + 8, phase);
+#if !MAILED
     if (c == p.last && c) bar_wait(base + OPEN, 0);
+#else
+    if (c == p.last && held) bar_wait(base + OPEN, 0);
+#endif
     const u32 at = base + slot * SLOT;
     const int t = p.token(c) + row;
     const bool both = values && !p.middle(c);
@@ -407,6 +420,33 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
   if (left) put_out(next);
 }
 
+#if MAILED
+// What leaves the piece, of its last n chunks, if these forget what came before; then what comes is carried on. By the first span's program.
+INLINE void begin_piece(float (&S)[16][4], const Args& a, const Span& x, int s, int h, int n, u64 zeros, u32 base, int w, int lane) {
+  const Mail& m = a.mail;
+  if (n) {
+    const int end = uniform(piece_end(a, x));
+    float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
+    begin_with(S, 0, w, lane);
+    walk(S, a, h, end - n * C, end, end, 0, 0, n, base, w, lane);  // without outputs
+    put_state(S, leaving, w, lane);
+    between_warps();
+    if (m.target >= 0) send(leaving, m, first_lane(a, x, h), base + SAID + 16, w, lane, [] { between_warps(); });
+  }
+  const bool sends = !n && m.target >= 0;
+  carry<true>(a, x, s, h, zeros, sends, sends || (!n && m.keeps), false, base, base + HELD, base + SAID + 16, w, lane);
+  between_warps();  // nobody reads maps any more
+  if (takes_room(a, zeros, n) && w == 0 && lane == 0) bar_arrive(base + OPEN);
+}
+
+// early: chunks under way before the span's
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int early, u64 zeros, u32 base, int w, int lane) {
+  float S[16][4];
+  if (x.first) begin_piece(S, a, x, s, h, early, zeros, base, w, lane);
+  begin_with(S, x.first || !waits ? entering(a, x.piece, s, h, x.first, false) : carried(a, s, s - 1, h), w, lane);
+  walk(S, a, h, t0, uniform(x.begin), uniform(x.end), KEEP ? uniform(x.chunk) : 0, early, n, base, w, lane);
+}
+#else
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,
                     int lane) {
   float S[16][4];
@@ -425,6 +465,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
   }
   if (passes == 1 && !a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
+#endif
 
 // How many chunks early a span begins, or -1: it waits. By all warps.
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
@@ -445,46 +486,127 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
       bar_init(base + LOADED + i * 8, 128);
     }
     bar_init(base + OPEN, 1);
+#if MAILED
+    for (int i = 0; i < 2; i++) bar_init(base + HELD + i * 8, 1);
+#endif
     bars_ready();
   }
   const int role = uniform(tid >> 7), w = uniform(role < 2 ? tid >> 5 : (tid >> 5) & 3), lane = tid & 31;
 #if MAPS
+  Job j = job_of(a, blockIdx.x * PARTS + 1);
+  Reach r = {0, 0, 0, 0};
   __syncthreads();
-  MapsOf m = maps_of(a, true);
-  const Span x = span_of(a, m.s);
-  if (x.end <= x.begin) return;
-  const Reach r = reach(a, x, m, true, base + SAID + 16, lane);
-  if (forgets_all(a, m, r)) return;
-  const Passes p = passes_of(r.t0, r.n, 1);
+  if (j.n > 0) r = reach(a, j.x, {j.s, j.h, 0, 0}, true, !a.arrived, base + SAID + 16, lane);
+  if (tid == 0) {
+    if (j.n > 0) a.flags[j.s * a.H + j.h] = !r.whole;
+    decide(a, j, r, r.whole ? j.halved ? 4 : 2 : 1);
+  }
+  if (!r.whole) {  // what its last chunks add, if that is wanted
+    j.halved = false;
+    j.t0 = uniform(r.t0); j.n = uniform(r.n);
+  }
+  auto next = [&](bool again) {  // whether there is another part
+    __syncthreads();
+    if (tid == 0) {
+      sts32(base + SAID, next_part(a));
+      for (int i = 0; again && i < SLOTS; i++) {
+        bar_over(base + BARS + i * 16); bar_over(base + BARS + i * 16 + 8); bar_over(base + LOADED + i * 8);
+        bar_init(base + BARS + i * 16, 1); bar_init(base + BARS + i * 16 + 8, 8); bar_init(base + LOADED + i * 8, 128);
+      }
+      bars_ready();
+    }
+    __syncthreads();
+    const int number = uniform(lds32(base + SAID));
+    if (number) j = job_of(a, number);
+    return number != 0;
+  };
+  if (!j.n && !next(false)) return;
+  auto half = [&] {  // the chunks of this part
+    if (!j.halved) return;
+    const int first = j.n / 2;
+    if (j.part < 2) j.n = first;
+    else j.t0 += first * C, j.n -= first;
+  };
   if (role == 3) {
     registers_down<24>();
-    ask(a, x, m.h, p, !m.first, base, w, lane);
+    do {
+      half();
+      ask(a, j.x, j.h, passes_of(j.t0, j.n, 1), !(j.part & 1), false, base, w, lane);
+    } while (next(true));
   } else if (role == 2) {
     registers_down<104>();
-    produce(a, x, m.h, p, base, w, lane);
+    do {
+      half();
+      produce(a, j.x, j.h, passes_of(j.t0, j.n, 1), base, w, lane);
+    } while (next(true));
   } else {
     registers_up<192>();
-    find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
-      walk(S, a, m.h, r.t0, x.end, x.end, 0, c, r.n, base, w, lane);
-    });
+    do {
+      half();
+      const int end = uniform(j.x.end);
+      const bool transition = j.part & 1;
+      float S[16][4];
+      if (transition) identity(S, w, lane);
+      else begin_with(S, 0, w, lane);
+      walk(S, a, j.h, j.t0, end, end, 0, 0, j.n, base, w, lane);
+      const u64 i = (u64)j.s * a.H + j.h;
+      if (j.halved && j.part < 3) {
+        if (j.part == 1 && a.half) put_map(S, a.half + i * (MAP / 2), base, w, lane);
+        leave_part(S, j.part == 0 ? a.states : j.part == 1 ? a.parts : a.extra, a, j, w, lane);
+        continue;
+      }
+      if (j.halved) {  // the other half's, through this one
+        keep_map(S, base, w, lane);
+        for (int other = 0; other < 3; other++) await_part(a, j, other);
+        load(S, held(a.extra, i, w, lane));
+        add_mapped(S, held(a.states, i, w, lane), base);
+        between_warps();  // it is written anew
+        put_state(S, a.states + i * (D * D), w, lane);
+        begin_with(S, 0, w, lane);
+        add_mapped(S, held(a.parts, i, w, lane), base);
+        between_warps();
+      }
+      put_state(S, (transition ? a.parts : a.states) + i * (D * D), w, lane);
+      if (transition) {
+        put_squares(S, a.squares + i * 8, w, lane);
+        if (a.image) put_map(S, a.image + i * (MAP / 2), base, w, lane);
+      }
+    } while (next(true));
   }
 #else
   const Choice mine = choose(a, true, a.given || !a.pick, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, back = mine.back;
-  const Span x = span_of(a, s);
+  Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
   const int passes = back < 0 && !x.last && !a.given ? 3 : 1;
-  const Passes p = passes_of(t0, n, passes);
+  Passes p = passes_of(t0, n, passes);
+#if MAILED
+  u64 zeros = 0;
+  if (x.first) {
+    zeros = zeros_of<true>(a, s, h, lane);
+    p.last = chunks_at_end<true>(a, s, h);
+    p.total += p.last;
+  }
+  p.end = piece_end(a, x);
+  if (x.first) x.end = p.end;  // whose last chunks it goes over, too
+  const bool held = x.first && takes_room(a, zeros, p.last);
+#else
+  const bool held = false;
+#endif
   if (role == 3) {
     registers_down<24>();
-    ask(a, x, h, p, true, base, w, lane);
+    ask(a, x, h, p, true, held, base, w, lane);
   } else if (role == 2) {
     registers_down<104>();
     produce(a, x, h, p, base, w, lane);
   } else {
     registers_up<192>();
+#if MAILED
+    consume(a, x, s, h, t0, n, back < 0, p.last, zeros, base, w, lane);
+#else
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
+#endif
 #if KEEP
     if (lane == 0) copied_out();
 #endif

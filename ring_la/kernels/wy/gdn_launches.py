@@ -22,13 +22,15 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.zeros import zeros
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, Passing, as_read, multiprocessors, side_by_side
+from ring_la.kernels.wy.kda_launches import HEAD, MAIL, Passing, as_read, multiprocessors, side_by_side
 from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
 SCANNED = 7
 """Chunks that finding a span's map and scanning over it, on two ranks one behind the other, take beside its tokens."""
+CARRYING = 6
+"""Chunks that sending and taking a state are worth."""
 TOGETHER = 4
 """Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 GROUPED = 16
@@ -37,8 +39,8 @@ UNEVEN = 5
 """Spans of a row up to which the outer one, which goes over its tokens once where others go three times, has twice as
 many. Of eight an H200 took 3 % longer forward and backward."""
 PARTS = 2**28
-"""Bytes of what they leave, in a call."""
-ARGUMENTS = "17Q12if4x"
+"""Bytes of what they leave, in a call; and of what halves of spans whose maps are found leave."""
+ARGUMENTS = "22Q12if4x"
 SHARED = 7 * 28672 + 8192 + 4 * 2304 + 7 * 384 + 7 * 16 + 64 + 16 + 144 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 144 + 1024
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 48 + 16 + 144 + 1024
@@ -59,17 +61,21 @@ class KeptChunks(NamedTuple):
 
 
 @functools.cache
-def forward_kernel(keep: bool, *defines: str, maps: bool = False, early: bool = False) -> CudaKernel:
+def forward_kernel(
+    keep: bool, *defines: str, maps: bool = False, early: bool = False, mailed: bool = False
+) -> CudaKernel:
     """`keep`: it leaves what a backward wants of chunks; `maps`: it finds spans' maps alone;
-    `early`: it follows the launch of its flags."""
-    defines, shared = (f"KEEP={int(keep)}", f"MAPS={int(maps)}", *defines), KEEPING_SHARED if keep else SHARED
-    return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 512, shared, defines, early)
+    `early`: it follows the launch of its flags; `mailed`: see `Passing`."""
+    file, shared = Path(__file__).parent / "gdn_forward.cu", KEEPING_SHARED if keep else SHARED
+    defines = (f"KEEP={int(keep)}", f"MAPS={int(maps)}", f"MAILED={int(mailed)}", *defines)
+    return CudaKernel(file, "gdn_forward", ARGUMENTS + MAIL * mailed, 512, shared, defines, early)
 
 
 @functools.cache
-def backward_kernel(*defines: str, maps: bool = False, early: bool = False) -> CudaKernel:
-    file, defines = Path(__file__).parent / "gdn_backward.cu", (f"MAPS={int(maps)}", *defines)
-    return CudaKernel(file, "gdn_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines, early)
+def backward_kernel(*defines: str, maps: bool = False, early: bool = False, mailed: bool = False) -> CudaKernel:
+    file, arguments = Path(__file__).parent / "gdn_backward.cu", ARGUMENTS + MAIL * mailed + "6Q"
+    defines = (f"MAPS={int(maps)}", f"MAILED={int(mailed)}", *defines)
+    return CudaKernel(file, "gdn_backward", arguments, 384, BACKWARD_SHARED, defines, early)
 
 
 def span(tokens: int, heads: int, pieces: int, programs: int, equal: bool = False) -> int:
@@ -126,6 +132,17 @@ def across(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> 
         return max(1, share / 2) * c + SCANNED * count + last
 
     return (min((4096, 2048, 1024, 512), key=cost),) * 2
+
+
+def carrying(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """The same where the launch over all spans carries states itself, and no gradients follow: the outer span is
+    shorter, since its program also sends and takes, where others go over chunks that forget."""
+    length, _ = across(tokens, heads, pieces, programs, equal)
+    each = cdiv(tokens // pieces, CHUNK)
+    outer, count = length // CHUNK - CARRYING, cdiv(each * CHUNK, length)
+    if not equal or count < 2 or outer < CARRYING:
+        return length, length
+    return cdiv(each - outer, count - 1) * CHUNK, outer * CHUNK
 
 
 def picks(programs: int, device: torch.device) -> bool:
@@ -199,20 +216,23 @@ class GDNCall:
         kept: KeptChunks | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
         passing: Passing | None = None,
     ) -> None:  # fmt: skip
-        """`kernel(early=…)`: where spans wait, it follows the launch of their flags. `states`: those it begins with and
-        those it ends with (gradients, backward)."""
+        """`kernel(early=…, mailed=…)`: where programs wait, it follows the launch of their flags. `states`: those it
+        begins with and those it ends with (gradients, backward)."""
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
-        pick = passing is None and picks(programs, device)
+        pick = picks(programs, device) if passing is None else passing.maps and side_by_side(programs, device)
         passing = self._passing() if passing is None else passing
-        programs *= 2 if passing.maps and not further else 1
-        waits, flags = passing.waits, passing.zero
-        flags = zeros(2 * self.count * H + 3 + programs, device) if waits else flags
+        waits, flags, told = passing.waits, passing.zero, None
+        if waits:
+            flags = zeros(2 * self.count * H + 3 + programs, device)
+        if passing.maps:
+            told = zeros(3 + 2 * ((2 if further else 4) - 1) * self.count * H, device)  # `PARTS` of each kernel
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
-        kernel(early=waits)(
+        kernel(early=not passing.given, mailed=bool(passing.mail))(
             programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passing.states, passing.parts,
-            passing.squares, *kept, T, H, x.q.shape[2], self.count, self.length, self.pieces,
-            heads.start, len(heads), passing.given, pick, passing.together, outer, self.scale, *further,
+            passing.squares, passing.half, passing.extra, told, passing.image, passing.arrived, *kept, T, H,
+            x.q.shape[2], self.count, self.length, self.pieces, heads.start, len(heads), passing.given, pick,
+            passing.together, outer, self.scale, *passing.mail, *further,
         )  # fmt: skip
 
     def _passing(self) -> Passing:
@@ -221,6 +241,12 @@ class GDNCall:
         together = combined(self.length, T, self.count * H)
         parts = self.new(self.count, H, 2, HEAD, HEAD) if together > 1 else None
         return Passing(self.new(self.count, H, HEAD, HEAD), parts, together)
+
+
+def halves(call: GDNCall) -> int:
+    """In how many parts a span's maps are found, each by programs of its own: two where there is room."""
+    spans = call.count * call.inputs.v.shape[2]
+    return 2 if spans * 2 * HEAD * HEAD * 4 <= PARTS else 1
 
 
 def group(chunks: int, heads: int) -> int:

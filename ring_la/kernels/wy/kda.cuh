@@ -2,7 +2,7 @@
 #pragma once
 #define C 16  // tokens a chunk
 #define D 128 // channels of a head
-#define OUTER a.length
+#define OUTER a.outer
 #include "spans.cuh"
 #include "maps.cuh"
 #if MAILED
@@ -22,20 +22,22 @@ struct Args {
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS:
-                         // whether spans forget what enters them, [count, H], forward those whose transitions are 0 and not written, which
-                         // `given` and MAILED means
+                         // forward, whether spans' transitions are 0 and not written, [count, H]
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS: spans' transitions, [count, H, K, K]
   float* squares;        // MAPS, forward: of these, [count, H, 8]
+  u16* image;            // MAPS, forward: images of transitions, [count, H, 2 * 128 * 128]; null: nobody wants them
+  int* arrived;          // MAPS, MAILED: whether what enters spans is there, [count, H]; zero at first
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int side_by_side;      // whether all programs run at once
+  int outer;             // tokens of a row's first span (backward: with a minus sign its last), see `span_of`
   float scale;
 #if MAILED
-  Mail mail;             // `parts` is what spans add then, on the mail's way, [count, H, K, V]
+  Mail mail;
 #endif
 };
 
@@ -206,6 +208,11 @@ INLINE void of_tokens(float (&x)[4], u32 at) {
   lds64(y[1], at + 32);
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = __uint_as_float(y[i >> 1][i & 1]);
+}
+
+// Nothing that enters span s has come as yet; by one of its programs.
+template <class Args> INLINE void none_arrived(const Args& a, const MapsOf& m) {
+  if (a.arrived && !m.first && threadIdx.x == 0) a.arrived[m.s * a.H + m.h] = 0;
 }
 
 // MAPS: which chunks are wanted is not known at first. Those who make chunks begin with the two that count if a span forgets, `early`;

@@ -44,6 +44,7 @@
 #define HARD (BARS_S + 2 * 16)
 #define OPEN (HARD + 16)               // a barrier: the last of several passes may begin
 #define SAID (OPEN + 16)
+#define HELD (SAID + 64)               // two barriers: maps are there, see `carry`
 #define TOLD STATES                    // MAPS
 
 struct BackArgs {
@@ -678,6 +679,15 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   float S[16][4];
   launch_before();  // flags are there
   const bool known = starts_known(a, x, y);
+#if MAILED
+  if (x.last) {
+    const u64 zeros = zeros_of<false>(a, s, h, lane);
+    const bool sends = a.mail.target >= 0 && !(zeros >> (spans_a_row(a) - 1) & 1);  // else the launch before has
+    carry<false>(a, x, s, h, zeros, sends, sends || a.mail.keeps, zeros & 1, base, base + HELD, base + SAID + 16, w, lane);
+    between_warps();  // nobody reads maps any more, or words that were said
+    if (carries(a, zeros) && w == 0 && lane == 0) bar_arrive(base + OPEN);
+  }
+#endif
 #if LEAVES
   const int skip = x.last ? 0 : uniform(lds32(base + SAID + 4));
 #else
@@ -686,7 +696,11 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   if (skip == 2 && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
+#if MAILED
+    begin_with(S, skip == 2 ? carried(a, s, s + 1, h) : entering(a, x.piece, s, h, known, false), w, lane);
+#else
     begin_with(S, entering(a, x.piece, s, h, known, skip == 2), w, lane);
+#endif
   walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
@@ -709,6 +723,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
       bar_init(base + BARS_S + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
+#if MAILED
+    for (int i = 0; i < 2; i++) bar_init(base + HELD + i * 8, 1);
+#endif
     bars_ready();
 #if !MAPS
     sts32(base + SAID, a.count * a.heads - 1 - number(a, a.given || a.side_by_side, DEFERRED));
@@ -716,21 +733,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   }
   __syncthreads();
 #if MAPS
+  next_launch();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapsOf m = maps_of(a, false);
+  const MapsOf m = maps_of(a, false, blockIdx.x);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
+  none_arrived(a, m);
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < SLOTS) produce(b, x, m.h, x.end, 0, 0, base, w, lane);
     else hear(base + TOLD);
   } else {
     registers_up<200>();
-    const Reach r = reach(a, x, m, false, base + SAID, lane);
-    if (a.flags && tid == 0) a.flags[m.s * a.H + m.h] = !r.whole;
+    const Reach r = reach(a, x, m, false, true, base + SAID, lane);
     tell(r, 1, base + TOLD);
     const int stop = r.whole ? early(x) + r.n : r.n ? early(x) : 0;
-    find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
+    find_maps(a, m, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
       walk(S, b, m.h, x.begin, x.end, c, stop, unwanted(x, r), stop, base, w, lane);
     });
   }
@@ -756,6 +774,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
 #endif
   if (uniform(tid >> 8)) {
     registers_down<104>();
+#if MAILED
+    if (x.last && carries(a, zeros_of<false>(a, s, h, lane))) bar_wait(base + OPEN, 0);  // maps lie where chunks come
+#endif
     if (w < SLOTS) produce(b, x, h, lim, n, passes, base, w, lane);
     else fetch(b, x, h, n * passes, first, base, lane);
   } else {

@@ -19,7 +19,8 @@
 // rounding, when the span begins. The bound holds element by element: with |S| <= u in each row, a token gives
 // u <- e^g u, then u <- u + beta |k| (|k| . u). Where it is not small enough, the span waits for the state that the one
 // before it leaves. Programs take spans in order, so that one which waits waits for one that runs. Where states come from other
-// ranks, one launch finds what spans do to a state (maps.cuh), and another goes over all of them.
+// ranks, one launch finds what spans do to a state (maps.cuh), and another goes over all of them, which is `given` what enters each, or
+// (MAILED) carries it from span to span and rank to rank itself (mail.cuh).
 #include "kda.cuh"
 
 #define SLOTS 8 // chunks under way, one a warp that makes factors
@@ -479,7 +480,23 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
 #else
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
   float S[16][4];
+#if !MAILED
   launch_before();  // flags are there
+#elif KEEP
+  if (x.first) {
+    launch_before();  // what leaves is there; others do not wait for it
+    send_back(a, x, s, h, base + SAID + 16, w, lane);
+  }
+#else
+  if (x.first) {
+    launch_before();  // maps are there; others do not wait for them
+    const u64 zeros = zeros_of<true>(a, s, h, lane);
+    const bool sends = a.mail.target >= 0 && carries(a, zeros);  // else others do
+    carry<true>(a, x, s, h, zeros, sends, sends || a.mail.keeps, false, base, base + STAGE, base + SAID + 16, w, lane);
+    between_warps();  // nobody reads maps any more, or words that were said
+    if (carries(a, zeros) && w == 0 && lane == 0) bar_arrive(base + OPEN);
+  }
+#endif
 #if LEAVES
   const int skip = x.first ? 0 : uniform(lds32(base + SAID + 4));
 #else
@@ -488,7 +505,11 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
+#if MAILED && !KEEP
+    begin_with(S, skip == 2 ? carried(a, s, s - 1, h) : entering(a, x.piece, s, h, x.first, false), w, lane);
+#else
     begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2), w, lane);
+#endif
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
@@ -504,6 +525,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
+#if MAILED && !KEEP
+    for (int i = 0; i < 2; i++) bar_init(base + STAGE + i * 8, 1);
+#endif
     bars_ready();
 #if !MAPS
     sts32(base + SAID, number(a, a.given || a.side_by_side, DEFERRED));
@@ -511,20 +535,22 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   }
   __syncthreads();
 #if MAPS
+  next_launch();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  MapsOf m = maps_of(a, true, true);
+  MapsOf m = maps_of(a, true, blockIdx.x);
   const Span x = span_of(a, m.s);
   if (x.end <= x.begin) return;
+  none_arrived(a, m);
   if (uniform(tid >> 8)) {
     registers_down<104>();
     produce(a, x, m.h, 0, 0, 0, base, w, lane);
   } else {
     registers_up<152>();
-    const Reach r = reach(a, x, m, true, base + SAID, lane);
+    const Reach r = reach(a, x, m, true, true, base + SAID, lane);
     forgets_all(a, m, r);
     tell(r, m.last + 1, base + TOLD);
     const int before = early(x), skip = unwanted(x, r);
-    find_maps(a, m, r.n, w, lane, [&](float (&S)[16][4], int c) {
+    find_maps(a, m, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
       const int from = c ? before + c : 0, stop = r.whole ? before + c + r.n : r.n ? before : 0;
       walk(S, a, m.h, r.t0 - (c ? 0 : skip * C), x.end, x.end, 0, from, stop, skip, base, w, lane);
     });
@@ -545,19 +571,20 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     if (lds32(base + SAID + 4) == 2) return;
   }
 #endif
-#if MAILED
-  if (uniform(x.first && tid < 256)) {
-    send_leaving(a, x, s, h, !KEEP, base + SAID + 16, w, lane);
-    if (!KEEP) take_entering(a, x, s, h, true, w, lane, [] { between_warps(); });
-  }
-#endif
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {
     registers_down<104>();
+#if MAILED && !KEEP
+    if (x.first) {
+      launch_before();
+      if (carries(a, zeros_of<true>(a, s, h, lane))) bar_wait(base + OPEN, 0);  // maps lie where chunks come
+      else send_beside(a, x, s, h, base + SAID + 16, w, lane);
+    }
+#endif
     produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
 #if MAILED && KEEP
-    if (uniform(x.first)) take_entering(a, x, s, h, false, w, lane, [] { between_others(); });
+    if (uniform(x.first)) take_back(a, x, s, h, w, lane, [] { between_others(); });
 #endif
   } else {
     registers_up<152>();

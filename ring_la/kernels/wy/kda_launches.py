@@ -30,12 +30,14 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
+CARRYING = 4
+"""Chunks that sending and taking a state are worth."""
 SPANS, TOKENS = 4, 8192
 """Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "16Q10if4x", "4Q2q2Q7i4x"
+ARGUMENTS, MAIL = "18Q11if", "4Q2q7Q10i"
 SHARED = 232448
 
 
@@ -46,12 +48,13 @@ def kernel(
 ) -> CudaKernel:  # fmt: skip
     """`forward`, `states` (what the backward needs of every chunk) or `backward`. One that `leaves` does so with spans
     that wait, which a `deferred` one then goes over; `maps`: it finds spans' maps alone; `early`: it follows the launch
-    of its flags; `mailed`: see `Passing`."""
+    of its flags, or of maps; `mailed`: see `Passing`."""
     flags = dict(LEAVES=leaves, DEFERRED=deferred, MAPS=maps, MAILED=mailed)
     folder, defines = Path(__file__).parent, (*defines, *(f"{flag}={int(x)}" for flag, x in flags.items()))
+    arguments = ARGUMENTS + MAIL * mailed
     if name == "backward":
-        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, SHARED, defines, early)
-    keep, arguments = f"KEEP={int(name == 'states')}", ARGUMENTS + MAIL * mailed
+        return CudaKernel(folder / "kda_backward.cu", "kda_backward", arguments + "6Q", 384, SHARED, defines, early)
+    keep = f"KEEP={int(name == 'states')}"
     return CudaKernel(folder / "kda_forward.cu", "kda_forward", arguments, 512, SHARED, (*defines, keep), early)
 
 
@@ -76,11 +79,12 @@ def as_read(inputs: Inputs) -> Inputs:
 
 class Passing(NamedTuple):
     """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, (`parts`) their
-    transitions, the sums of `squares` of these, and which spans are `zero`: forget what enters them; of one whose spans
-    wait what they combine, `together` at a time.
+    transitions, their `image`, the sums of `squares` of these, and which transitions are `zero`; in parts, `together`
+    of a span, images of the transitions of each first `half`, and `extra` room for what a part leaves. Of one whose
+    spans wait what they combine, `together` at a time.
 
-    `mail`: as `mail.cuh` has it: what leaves a piece whose end forgets is sent, and what comes to one whose first
-    span's transition is 0 is taken, forward by the launch over spans, backward by the one that makes chunks' states."""
+    `mail`: as `mail.cuh` has it, of a launch that carries states from span to span and rank to rank; `arrived`, int32,
+    says which spans have what enters them, and is made by the launch that finds maps."""
 
     states: Tensor
     parts: Tensor | None = None
@@ -89,6 +93,10 @@ class Passing(NamedTuple):
     maps: bool = False
     zero: Tensor | None = None
     squares: Tensor | None = None
+    half: Tensor | None = None
+    extra: Tensor | None = None
+    image: Tensor | None = None
+    arrived: Tensor | None = None
     mail: tuple[Tensor | int, ...] = ()
 
     @property
@@ -103,7 +111,8 @@ class KDACall:
 
     Attributes:
         inputs: q, k, v bf16, g and beta fp32 or bf16; contiguous, batch rows one behind the other.
-        pieces: documents, or batch rows. runs: the spans of packed documents; None: rows are cut evenly.
+        pieces: documents, or batch rows. runs: the spans of packed documents; None: rows are cut evenly, but for the
+            first span, which has `outer` tokens.
     """
 
     inputs: Inputs
@@ -111,13 +120,15 @@ class KDACall:
     scale: float
     pieces: int
     length: int
+    outer: int
     count: int
     chunks: int
     runs: Runs | None
 
     @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int) -> KDACall:
-        """`heads`: of one launch."""
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int, carrying: bool = False) -> KDACall:
+        """`heads`: of one launch. `carrying`: the first span's program also sends and takes states, and no gradients
+        follow, so that this span is shorter."""
         inputs = as_read(inputs)
         v = inputs.v
         B, T = v.shape[:2]
@@ -125,10 +136,16 @@ class KDACall:
         wanted = max(1, multiprocessors(v.device) // (heads * pieces))
         length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
         if cu is None:
-            return cls(inputs, None, scale, pieces, length, B * cdiv(T, length), B * cdiv(T, CHUNK), None)
+            each, outer, spans = cdiv(T, CHUNK), length // CHUNK - CARRYING, cdiv(T, length)
+            if carrying and spans > 1 and outer >= 2 * CARRYING:
+                length, outer = cdiv(each - outer, spans - 1) * CHUNK, outer * CHUNK
+            else:
+                outer = length
+            count = B * (1 + cdiv(max(T - outer, 0), length))
+            return cls(inputs, None, scale, pieces, length, outer, count, B * each, None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
         runs = Runs.of(T, length, CHUNK, cu)
-        return cls(inputs, cu, scale, pieces, length, runs.count, T // CHUNK + pieces, runs)
+        return cls(inputs, cu, scale, pieces, length, length, runs.count, T // CHUNK + pieces, runs)
 
     @property
     def defines(self) -> tuple[str, str]:
@@ -163,12 +180,14 @@ class KDACall:
         programs = count * len(heads)
         arguments: Any = (
             programs, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
-            passing.states, passing.parts, passing.squares, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length,
-            self.pieces, heads.start, len(heads), passing.given, side_by_side(programs, x.v.device), self.scale,
-            *passing.mail, *further,
+            passing.states, passing.parts, passing.squares, passing.image, passing.arrived, *kept, x.v.shape[1], H,
+            x.q.shape[2], count, self.length, self.pieces, heads.start, len(heads), passing.given,
+            side_by_side(programs, x.v.device), -self.outer if further else self.outer, self.scale, *passing.mail,
+            *further,
         )  # fmt: skip
         mailed = bool(passing.mail)
-        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=waits, mailed=mailed)(*arguments)
+        early = waits or (mailed and name != "backward")  # beside the launch that finds maps
+        kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=early, mailed=mailed)(*arguments)
         if ahead:
             kernel(name, *self.defines, deferred=True)(*arguments)
 

@@ -2,12 +2,14 @@
 // `scan/link_kernel.py` says of lanes, words and flags. A unit is 32 columns of a state; each has a lane of its own, so that none
 // waits for another.
 //
-// For one piece of tokens, or one in each batch row. Its first span has no chunks to begin early with, so that its program has the time.
-// Forward it sends, and takes what it begins from. Gradients go by the launch before theirs, which makes chunks' states: its program
-// sends as it begins, and those of its warps that make factors take what comes when they have made all. Where a head's link has
-// waited for what comes, links have sent before: no rank's message stands behind another's.
+// For one piece of tokens, or one in each batch row, whose spans' maps are there (maps.cuh). The program of its first span on this way
+// carries what comes from map to map, as far as it goes: so what leaves is sent, and spans that wait get what enters them, while all
+// others are under way. It holds maps in shared memory by then, where chunks come later, and has none to begin early with.
+//
+// KDA's gradients are one launch later: that which makes chunks' states before them sends what waits for nothing as it begins, and takes
+// what no map passes on, by those of its warps that make factors, when they have made all.
 #pragma once
-#include "spans.cuh"
+#include "maps.cuh"
 
 #define UNSENT 0x7fff5a5au  // a word that has not come (comm/copy_kernel.py)
 #define NEITHER 0x7fffffffu // another NaN
@@ -19,10 +21,16 @@ struct Mail {
   const long long* away;     // how far each rank's lie from them, in 16 bytes
   int *broken, *report;      // of each rank: whether it is not waited for again; the same for the host
   long long skip, patience;  // words of the mailboxes before the lanes; nanoseconds to wait for a rank
-  const int* forgets;        // [count, H]: whether spans forget what enters them, on this way; `Args.flags`: whether transitions are 0
-  float* entering;           // [count, H, K, V]: what enters spans on this way, where the launch that is `given` it reads it from
+  const float *adds, *squares; // spans' maps, on this way, see `Args` of MAPS
+  const u16* images;
+  const int* zero;           // [count, H]: whether transitions are 0, and not there
+  const float* before;       // [pieces, H, K, V]: what enters where no rank sends it; null: zero
+  float* entering;           // [count, H, K, V]: what enters spans
+  float* leaving;            // [pieces, H, K, V]: what leaves pieces
   int me, source, target;    // ranks; -1: none
   int ranks, lanes, room, flag; // how many ranks and lanes; words of a room and of a flag
+  int keeps;                 // whether what leaves is wanted here
+  int composes, unused;      // whether what all spans together do is found before anything comes
 };
 
 // A lane's flag, in the memory of who sends: whether it is taken
@@ -48,32 +56,56 @@ INLINE bool is_late(const Mail& m, int peer, u64& start, int lane) {
   return late;
 }
 
-// Send the state `from` by lanes from `first` on, which are taken in time, or not; by eight warps. said: four words of shared memory.
-INLINE void send(const float* from, const Mail& m, int first, u32 said, int w, int lane) {
-  if (w == 0) {
-    int* const flag = flag_of(m, m.me, m.target, first + (lane & (UNITS - 1)));
-    bool mine = lane >= UNITS || swap_anywhere(flag, 0, 1) == 0;
-    u64 start = 0;
-    while (__any_sync(~0u, !mine) && !is_late(m, m.target, start, lane))
-      if (!mine) mine = swap_anywhere(flag, 0, 1) == 0;
-    if (lane < UNITS) sts32(said + lane * 4, mine);
-  }
-  between_warps();
+// Take the lanes from `first` on to the target, in time or not, which is said in four words of shared memory. By a warp.
+INLINE void claim(const Mail& m, int first, u32 said, int lane) {
+  int* const flag = flag_of(m, m.me, m.target, first + (lane & (UNITS - 1)));
+  bool mine = lane >= UNITS || swap_anywhere(flag, 0, 1) == 0;
+  u64 start = 0;
+  while (__any_sync(~0u, !mine) && !is_late(m, m.target, start, lane))
+    if (!mine) mine = swap_anywhere(flag, 0, 1) == 0;
+  if (lane < UNITS) sts32(said + lane * 4, mine);
+}
+// Send a state by lanes that were claimed: read(x, i) gives 16 bytes of it, see `place`. By eight warps, which know what was said.
+template <class Read> INLINE void put(const Mail& m, int first, u32 said, int w, int lane, Read read) {
 #pragma unroll 8
   for (int j = 0; j < 16; j++) {
     const int i = j * 256 + w * 32 + lane, unit = i >> 10;
-    const float4 y = *(const float4*)(from + place(i));
-    u32 x[4] = {__float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w)};
+    u32 x[4];
+    read(x, i);
 #pragma unroll
     for (int e = 0; e < 4; e++)
       if (x[e] == UNSENT) x[e] = NEITHER;
     stg128_if(room_of(m, m.me, m.target, first + unit) + (i & 1023) * 4, x, lds32(said + unit * 4));
   }
 }
+// Claim the lanes, and send the state `from`. By eight warps that `sync`.
+template <class Sync> INLINE void send(const float* from, const Mail& m, int first, u32 said, int w, int lane, Sync sync) {
+  if (w == 0) claim(m, first, said, lane);
+  sync();
+  put(m, first, said, w, lane, [&](u32* x, int i) {
+    const float4 y = *(const float4*)(from + place(i));
+    x[0] = __float_as_uint(y.x); x[1] = __float_as_uint(y.y); x[2] = __float_as_uint(y.z); x[3] = __float_as_uint(y.w);
+  });
+}
+// The same of a state in registers, by way of 64 KB of shared memory; its lanes were claimed.
+INLINE void put_from(const float (&S)[16][4], u32 at, const Mail& m, int first, u32 said, int w, int lane) {
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int k = nt * 8 + 2 * (lane & 3) + (e & 1), v = w * 16 + (lane >> 2) + (e >> 1) * 8;
+      sts32(at + (v >> 5) * 16384 + k * 128 + ((v & 31) ^ ((k >> 1 & 3) << 3)) * 4, __float_as_uint(S[nt][e]));
+    }
+  between_warps();
+  put(m, first, said, w, lane, [&](u32* x, int i) {
+    const int k = i >> 3 & 127;
+    lds128(x, at + (i >> 10) * 16384 + k * 128 + ((i & 7) ^ ((k >> 1 & 3) << 1)) * 16);
+  });
+}
 
 // Take a state `to` its place, as soon as all of it has come: what has not in time is NaN. The lanes are given back. By eight warps
-// that `sync`, which may read it then.
-template <class Sync> INLINE void receive(float* to, const Mail& m, int first, int w, int lane, Sync sync) {
+// that `sync`, which may read it then. stage: shared memory where it is put, too, as `pass_on` finds it; 0: it is not.
+template <class Sync> INLINE void receive(float* to, const Mail& m, int first, u32 stage, int w, int lane, Sync sync) {
   u64 start = 0;
 #pragma unroll 1
   for (int j = 0; j < 16; j += 8) {
@@ -99,34 +131,169 @@ template <class Sync> INLINE void receive(float* to, const Mail& m, int first, i
       for (int e = 0; e < 4; e++)
         if (x[n][e] == UNSENT) x[n][e] = NEITHER;
       stg128(to + place(i), x[n]);
+      if (!stage) continue;
+      const int k = i >> 3 & 127;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int v = (i >> 10) * COLUMNS + (i & 7) * 4 + e, thread = (v >> 4) * 32 + (v & 7) * 4 + (k >> 1 & 3);
+        sts32(stage + (k >> 3) * 4096 + thread * 16 + ((v >> 3 & 1) * 2 + (k & 1)) * 4, x[n][e]);
+      }
     }
   }
   sync();
   if (w == 0 && lane < UNITS) store_release_anywhere(flag_of(m, m.source, m.me, first + lane), 0);
 }
 
-template <class Args> INLINE int spans_a_row(const Args& a) { return (a.T + a.length - 1) / a.length; }
-// Whether no head's link has waited for what comes: it is for these programs. By a warp.
-template <class Args> INLINE bool nobody_waited(const Args& a, bool forward, int lane) {
-  const int each = spans_a_row(a), row = min(lane, a.pieces * a.H - 1);
-  const int first = row / a.H * each + (forward ? 0 : each - 1);
-  return a.mail.source < 0 || __all_sync(~0u, a.flags[first * a.H + row % a.H]);
+template <class Args> INLINE int spans_a_row(const Args& a) {
+  return 1 + max(a.T - (OUTER < 0 ? -(OUTER) : OUTER) + a.length - 1, 0) / a.length;
+}
+template <class Args> INLINE int first_lane(const Args& a, const Span& x, int h) { return (x.piece * a.H + h) * UNITS; }
+INLINE u64 ones(int n) { return n ? ~(u64)0 >> 64 - n : 0; }
+
+// Which of a piece's spans, 64 at most, have transitions that are 0, from span s on in the order of this way. By a warp.
+template <bool FORWARD, class Args> INLINE u64 zeros_of(const Args& a, int s, int h, int lane) {
+  auto half = [&](int p) { return __ballot_sync(~0u, p < spans_a_row(a) && a.mail.zero[(FORWARD ? s + p : s - p) * a.H + h]); };
+  const u32 low = half(lane);
+  return (u64)half(lane + 32) << 32 | low;
 }
 
-template <class Args> INLINE int first_lane(const Args& a, const Span& x, int h) { return (x.piece * a.H + h) * UNITS; }
-
-// What leaves a piece, if its end on this way forgets what enters; x, the s-th, is its first span. By eight warps.
-template <class Args> INLINE void send_leaving(const Args& a, const Span& x, int s, int h, bool forward, u32 said, int w, int lane) {
+// What leaves a piece, where nothing that comes is in it; x, the s-th, is its first span by tokens, and the last on the way of
+// gradients. By eight warps.
+template <class Args> INLINE void send_back(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
   const Mail& m = a.mail;
-  const int end = forward ? s + spans_a_row(a) - 1 : s;
-  if (m.target >= 0 && nobody_waited(a, forward, lane) && uniform(m.forgets[end * a.H + h]))
-    send(a.parts + ((u64)end * a.H + h) * (D * D), m, first_lane(a, x, h), said, w, lane);
+  const u64 at = (u64)s * a.H + h;
+  if (m.target >= 0 && uniform(m.zero[at])) send(m.adds + at * (D * D), m, first_lane(a, x, h), said, w, lane, [] { between_warps(); });
 }
 // What enters it, if the span that it enters passes none of that on.
-template <class Args, class Sync>
-INLINE void take_entering(const Args& a, const Span& x, int s, int h, bool forward, int w, int lane, Sync sync) {
+template <class Args, class Sync> INLINE void take_back(const Args& a, const Span& x, int s, int h, int w, int lane, Sync sync) {
   const Mail& m = a.mail;
-  const int begin = forward ? s : s + spans_a_row(a) - 1;
-  if (m.source >= 0 && uniform(a.flags[begin * a.H + h]))
-    receive(m.entering + ((u64)begin * a.H + h) * (D * D), m, first_lane(a, x, h), w, lane, sync);
+  const u64 at = (u64)(s + spans_a_row(a) - 1) * a.H + h;
+  if (m.source >= 0 && uniform(m.zero[at])) receive(m.entering + at * (D * D), m, first_lane(a, x, h), 0, w, lane, sync);
+}
+
+// -- what comes, from span to span -------------------------------------------------------------------------------------
+#define SMALL -30.f // log2 of what is left of a state that counts as nothing
+#define MAPS_HELD 2 // beside a state
+
+// log2 of a bound of what n spans from s on together leave of a state: the product of their transitions' Frobenius norms. By a warp.
+template <bool FORWARD, class Args> INLINE float left_of(const Args& a, int s, int n, int h, int lane) {
+  float all = 0.f;
+  for (int p = lane; p < n; p += 32) {
+    const float4* const x = (const float4*)(a.mail.squares + ((u64)(FORWARD ? s + p : s - p) * a.H + h) * 8);
+    const float4 y = x[0], z = x[1];
+    const float sum = y.x + y.y + y.z + y.w + z.x + z.y + z.z + z.w;
+    all += 0.5f * lg2(fmaxf(sum, 1e-30f));  // squares may vanish where elements do not
+  }
+#pragma unroll
+  for (int m = 16; m; m >>= 1) all += __shfl_xor_sync(~0u, all, m);
+  return all;
+}
+
+// Whether the program of a piece's first span on this way takes shared memory to carry what comes: not where all spans forget.
+template <class Args> INLINE bool carries(const Args& a, u64 zeros) { return zeros != ones(spans_a_row(a)); }
+
+// Send what leaves a piece whose spans all forget; s is its first. By eight other warps than those who `carry`.
+template <class Args> INLINE void send_beside(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
+  const u64 at = (u64)(s + spans_a_row(a) - 1) * a.H + h;
+  if (a.mail.target >= 0) send(a.mail.adds + at * (D * D), a.mail, first_lane(a, x, h), said, w, lane, [] { between_others(); });
+}
+
+// Take what comes to a piece, carry it through its spans, and send what leaves; span s is its first on this way. What waits for nothing
+// goes first. `zeros`: see `zeros_of`. `sends`, `ends`: whether what leaves is sent from here, or to be found at all; `there`: what enters
+// was taken. By eight warps; shared memory from `at` on, if it `carries` or sends. bars: two barriers.
+template <bool FORWARD, class Args>
+INLINE void carry(const Args& a, const Span& x, int s, int h, u64 zeros, bool sends, bool ends, bool there, u32 at, u32 bars, u32 said,
+                  int w, int lane) {
+  const Mail& m = a.mail;
+  const int n = spans_a_row(a), lanes = first_lane(a, x, h);
+  auto state = [&](int p) { return ((u64)(FORWARD ? s + p : s - p) * a.H + h) * (D * D); };  // of the span at position p
+  float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
+  float* const entering = m.entering + state(0);
+  auto hold = [&](int p, int slot) {
+    if (w || lane) return;
+    bar_expect(bars + slot * 8, MAP);
+    copy_in(at + slot * MAP, m.images + 2 * state(p), MAP, bars + slot * 8);
+  };
+  u32 phases = 0;
+  if (sends && w == 0) claim(m, lanes, said, lane);
+  // Through the maps from `from` to `to` (not included), held from `from` on; `then` sees what enters each behind them
+  auto through = [&](float (&S)[16][4], int from, int to, bool adds, auto then) {
+#pragma unroll 1
+    for (int p = from; p < to; p++) {
+      const int slot = (p - from) % MAPS_HELD;
+      bar_wait(bars + slot * 8, phases >> slot & 1);
+      phases ^= 1 << slot;
+      pass_on<FORWARD>(S, adds ? m.adds + state(p) : 0, at + slot * MAP, at + MAPS_HELD * MAP, w, lane);
+      then(p + 1);
+      if (p + MAPS_HELD < to) hold(p + MAPS_HELD, slot);
+    }
+  };
+  auto hold_first = [&](int from, int to) {
+    proxy_fence();
+    between_warps();  // nobody reads maps any more, or writes there
+    for (int p = from; p < min(from + MAPS_HELD, to); p++) hold(p, p - from);
+  };
+  for (int end = n;;) {  // from the last span before `end` that forgets what enters it, or from what comes
+    const int z = 63 - __clzll(zeros & ones(end));
+    const bool leaves = end == n && ends;
+    bool small = false;  // whether nothing of what comes leaves, though no span forgets
+    if (z < 0 && leaves) small = m.source < 0 ? !m.before : uniform(left_of<FORWARD>(a, s, n, h, lane) < SMALL);
+    const bool begins = z < 0 && !small;
+    const int from = small ? 1 : z + 1, to = end == n && !ends ? n - 1 : end;
+    const bool composed = begins && leaves && sends && m.source >= 0 && m.composes;
+    if (composed) {  // what all spans add, to `leaving`, and their transitions' product on this way, where the first map is held
+      float S[16][4];
+      hold_first(1, n);
+      begin_with(S, m.adds + state(0), w, lane);
+      through(S, 1, n, true, [&](int) { between_warps(); });
+      put_state(S, leaving, w, lane);
+      hold_first(0, n);
+      identity(S, w, lane);
+      through(S, 0, n, false, [&](int) { between_warps(); });
+      keep_map(S, at, w, lane);
+    } else {
+      hold_first(from, to);
+    }
+    if (begins) {
+      if (m.source < 0)
+        for (int i = w * 32 + lane; i < D * D / 4; i += 256)
+          ((float4*)entering)[i] =
+              m.before ? ((const float4*)(m.before + ((u64)x.piece * a.H + h) * (D * D)))[i] : make_float4(0.f, 0.f, 0.f, 0.f);
+      else if (!there)
+        receive(entering, m, lanes, composed ? at + MAPS_HELD * MAP : 0, w, lane, [] { between_warps(); });
+      there = true;
+      between_warps();  // what enters is there
+    }
+    if (composed) {
+      float S[16][4];
+      pass_on<true, true>(S, leaving, at, at + MAPS_HELD * MAP, w, lane);
+      if (m.keeps) put_state(S, leaving, w, lane);
+      put_from(S, at + MAP, m, lanes, said, w, lane);
+      ends = false;
+      continue;  // and what enters the spans
+    }
+    if (from < to || leaves) {
+      float S[16][4];
+      begin_with(S, begins ? entering : m.adds + state(from - 1), w, lane);
+      through(S, from, to, true, [&](int p) {
+        const bool wanted = p < n && !small;
+        if (wanted) put_state(S, m.entering + state(p), w, lane);
+        between_warps();
+        if (wanted && w == 0 && lane == 0) store_release(a.arrived + (FORWARD ? s + p : s - p) * a.H + h, 1);
+      });
+      if (leaves && m.keeps) put_state(S, leaving, w, lane);
+      if (leaves && sends) put_from(S, at + MAP, m, lanes, said, w, lane);
+    }
+    if (leaves) ends = false;
+    if (begins) return;
+    if (!small) end = z;
+  }
+}
+
+// What enters span s, which waits, from span `before`, once it is there
+template <class Args> INLINE const float* carried(const Args& a, int s, int before, int h) {
+  launch_before();  // flags are there
+  if (uniform(a.mail.zero[before * a.H + h])) return a.mail.adds + ((u64)before * a.H + h) * (D * D);
+  while (!load_acquire(a.arrived + s * a.H + h)) {}
+  return a.mail.entering + ((u64)s * a.H + h) * (D * D);
 }

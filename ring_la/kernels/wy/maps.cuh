@@ -26,27 +26,26 @@ template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool wa
 }
 
 // The maps that a program finds of span s of head h: from no state (pass 0) and, forward, from the identity (pass 1), those from pass
-// `first` to `last`. `both`: one program finds the two, which is as fast where spans are as many as programs run at once, and
-// spares those that forget a program that finds nothing.
+// `first` to `last`.
 struct MapsOf { int s, h, first, last; };
-template <class Args> INLINE MapsOf maps_of(const Args& a, bool forward, bool both = false) {
-  const int i = blockIdx.x, n = forward && !both ? i >> 1 : i, first = forward && !both ? i & 1 : 0;
-  return {n / a.heads, a.first_head + n % a.heads, first, forward && both ? 1 : first};
+template <class Args> INLINE MapsOf maps_of(const Args& a, bool forward, int number) {
+  return {number / a.heads, a.first_head + number % a.heads, 0, forward};
 }
 
-// The chunks that maps are found from; none: they are zero, or nobody asks. whole: all of the span's.
-struct Reach { int t0, n, whole; };
+// The chunks that maps are found from; none: nobody asks. whole: all of the span's; else how many forget what enters.
+struct Reach { int t0, n, whole, forgets; };
 // Whether span x forgets what enters it, by how many chunks, or -1; and so y, the one behind it.
 struct Forgets { int x, y; };
-// By all warps that `forgetting`, the rule's, asks for; y is x where nobody asks.
-template <class Args> INLINE Reach reach(const Args& a, const Span& x, const MapsOf& m, bool forward, u32 said, int lane) {
+// By all warps that `forgetting`, the rule's, asks for; y is x where nobody asks. `ends`: whether what leaves a piece is asked for here.
+template <class Args>
+INLINE Reach reach(const Args& a, const Span& x, const MapsOf& m, bool forward, bool ends, u32 said, int lane) {
   const bool behind = !m.first && !(forward ? x.last : x.first);
   const Span y = span_of(a, behind ? (forward ? m.s + 1 : m.s - 1) : m.s);
   const Forgets found = forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, m.h, behind, said, lane)
                                 : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, m.h, behind, said, lane);
-  if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C), 1};
-  if (m.first || (behind && found.y >= 0)) return {0, 0, 0};
-  return {uniform(forward ? x.end - found.x * C : x.begin), found.x, 0};
+  if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C), 1, 0};
+  if (behind ? found.y >= 0 : !ends) return {0, 0, 0, found.x};
+  return {uniform(forward ? x.end - found.x * C : x.begin), found.x, 0, found.x};
 }
 
 // Say whether the transition is 0, of which nothing but the flag is written; whether that is all. By the same warps.
@@ -68,8 +67,64 @@ INLINE void put_squares(const float (&S)[16][4], float* to, int w, int lane) {
   if (lane == 0) to[w] = sum;
 }
 
+#define MAP 65536 // bytes of a transition as `keep_map` lays it out: its image
+
+// The image of a transition to memory, by way of shared memory from `at` on, which is read until `copied_out`. By eight warps.
+INLINE void put_map(const float (&S)[16][4], u16* to, u32 at, int w, int lane) {
+  keep_map(S, at, w, lane);
+  if (w == 0 && lane == 0) {
+    copy_out(to, at, MAP);
+    copy_out_all();
+    copied_out();
+  }
+}
+
+// S <- what a span `adds` + S times the map at `at`, on the way of gradients its transpose; by way of 64 KB of shared memory, since
+// registers do not hold all operands beside it. STAGED: S lies there already.
+template <bool FORWARD, bool STAGED = false> INLINE void pass_on(float (&S)[16][4], const float* adds, u32 at, u32 stage, int w, int lane) {
+  const u32 own = stage + (w * 32 + lane) * 16;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+    if (!STAGED) sts128(own + nt * 4096, S[nt]);
+  begin_with(S, adds, w, lane);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    u32 high[4][4], low[4][4];
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        u32 r[4];
+        lds128(r, own + (8 * half + 2 * ks + i) * 4096);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float x = __uint_as_float(r[2 * j]), y = __uint_as_float(r[2 * j + 1]);
+          u32& first = high[ks][2 * i + j];
+          first = pack(x, y);
+          low[ks][2 * i + j] = pack(x - lo(first), y - hi(first));
+        }
+      }
+    wg_fence();
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++) {
+      auto place = [&](u32 part) {
+        return FORWARD ? descriptor(part + (4 * half + ks) * 2048, 16384, 1024) : descriptor(part + half * 16384, 16, 1024) + ks * 2;
+      };
+      auto add = [&](const u32* x, u64 y) {
+        if (FORWARD) wgmma128(S, x, y);
+        else wgmma128_back(S, x, y);
+      };
+      add(high[ks], place(at));
+      add(low[ks], place(at));
+      add(high[ks], place(at + 32768));
+    }
+    wg_commit();
+    wg_wait(S);
+  }
+}
+
 // walk(S, c): over those chunks, the first of which is the c-th of those under way
-template <class Args, class Walk> INLINE void find_maps(const Args& a, const MapsOf& m, int n, int w, int lane, Walk walk) {
+template <class Args, class Walk> INLINE void find_maps(const Args& a, const MapsOf& m, int n, u32 at, int w, int lane, Walk walk) {
 #pragma unroll 1
   for (int pass = m.first; pass <= m.last; pass++) {
     float S[16][4];
@@ -77,6 +132,9 @@ template <class Args, class Walk> INLINE void find_maps(const Args& a, const Map
     else begin_with(S, 0, w, lane);
     walk(S, (pass - m.first) * n);
     put_state(S, (pass ? a.parts : a.states) + ((u64)m.s * a.H + m.h) * (D * D), w, lane);
-    if (pass) put_squares(S, a.squares + ((u64)m.s * a.H + m.h) * 8, w, lane);
+    if (pass) {
+      put_squares(S, a.squares + ((u64)m.s * a.H + m.h) * 8, w, lane);
+      if (a.image) put_map(S, a.image + ((u64)m.s * a.H + m.h) * (MAP / 2), at, w, lane);
+    }
   }
 }

@@ -1,6 +1,6 @@
 """Kernels in CUDA C++ on Hopper where states come from other ranks: the same three levels of one scan as in chunks of
 64 tokens. A launch finds what each span does to a state, `spans.crossing` puts those maps and the border together, and
-one launch goes over all spans.
+one launch goes over all spans; or that launch itself carries states through them, and to other ranks.
 
 A span whose last tokens forget all that came before them is a map without a transition, found from those tokens alone:
 what a rank sends then waits for no other rank.
@@ -21,7 +21,6 @@ from ring_la.kernels.protocol import (
     Border,
     InputGradients,
     Inputs,
-    Mail,
     Output,
     OutputUse,
     SpanMaps,
@@ -31,7 +30,7 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.crossing import Entered, cross
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
-from ring_la.kernels.wy.across import SpanKernels
+from ring_la.kernels.wy.across import Carried, SpanKernels
 
 
 class FoundMaps(NamedTuple):
@@ -41,23 +40,25 @@ class FoundMaps(NamedTuple):
 
     @property
     def savable(self) -> tuple[Tensor | None, ...]:
-        return (self.maps.transition, self.maps.zero, self.maps.squares)
+        return (self.maps.transition, self.maps.zero, self.maps.squares, self.maps.image, self.maps.half)
 
 
 class SpansLeft(NamedTuple):
-    """What a forward leaves for its gradients: the spans' transitions, which are 0, the squares of the others, and what
-    its kernels take."""
+    """What a forward leaves for its gradients: of the spans' maps what `SpanMaps` has of transitions; and what its
+    kernels take."""
 
     transition: Tensor
     zero: Tensor | None
     squares: Tensor | None
+    image: Tensor | None
+    half: Tensor | None
     rest: tuple[Tensor | None, ...]
 
     @classmethod
     def of(cls, saved: tuple[Tensor | None, ...]) -> SpansLeft:
-        transition, zero, squares, *rest = saved
+        transition, zero, squares, image, half, *rest = saved
         assert transition is not None
-        return cls(transition, zero, squares, tuple(rest))
+        return cls(transition, zero, squares, image, half, tuple(rest))
 
     @property
     def flat(self) -> tuple[Tensor | None, ...]:
@@ -84,7 +85,10 @@ class ScannedSpans:
         return cls(kernels, SpanPlan.of(rule, call.inputs, cu, scale, (spans, spans)), call, use)
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[FoundMaps] | None = None) -> Summary[FoundMaps]:
-        plan, found = self.plan, FoundMaps(self.kernels.maps(self.call, False)) if known is None else known.found
+        plan, found = (
+            self.plan,
+            FoundMaps(self.kernels.maps(self.call, self.use.saved, None)) if known is None else known.found,
+        )
         _, leaving = prefix(plan, found.maps, plan.state(S0), False, enter=False)
         return Summary(transitions_of_pieces(plan, found.maps) if through else None, leaving, found)
 
@@ -94,15 +98,16 @@ class ScannedSpans:
     def output(
         self, S0: Tensor | None, summary: Summary[FoundMaps] | None = None, border: Border | None = None
     ) -> Output:
-        mail = self.mail(border if summary is None else None, False)
-        maps = self.kernels.maps(self.call, mail is not None) if summary is None else summary.found.maps
-        entered = self.entered(maps, S0, border, False, self.use.final)
-        o, saved = self.kernels.output(self.call, entered.entering, maps, self.use.saved, mail)
-        left = SpansLeft(maps.transition, maps.zero, maps.squares, saved)
+        carried = self.carried(border if summary is None else None, S0, False, self.use.final)
+        arrived = None if carried is None else carried.arrived
+        maps = self.kernels.maps(self.call, self.use.saved, arrived) if summary is None else summary.found.maps
+        entered = self.entered(maps, S0, border, False, self.use.final) if carried is None else carried
+        o, saved = self.kernels.output(self.call, entered.entering, maps, self.use.saved, carried)
+        left = SpansLeft(maps.transition, maps.zero, maps.squares, maps.image, maps.half, saved)
         return Output(o, entered.leaving if self.use.final else None, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
-        found = FoundMaps(self.maps_back(backward, False))
+        found = FoundMaps(self.maps_back(backward, _read(backward.do), None))
         _, entering = prefix(self.plan, found.maps, self.plan.state(dS_end), True, enter=False)
         return Adjoint(entering, found)
 
@@ -116,28 +121,40 @@ class ScannedSpans:
         adjoint: Adjoint[FoundMaps] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        mail = self.mail(border if adjoint is None else None, True)
-        maps = self.maps_back(backward, mail is not None) if adjoint is None else adjoint.found.maps
-        left, prepared = SpansLeft.of(backward.saved), None
-        if border is not None and mail is None and not border.sends[True]:  # while what enters is on its way
-            prepared = self.kernels.prepared(self.call, left.rest)
-        entered = self.entered(maps, dS_end, border, True, backward.S0 is not None)
+        carried = self.carried(border if adjoint is None else None, dS_end, True, backward.S0 is not None)
+        arrived = None if carried is None else carried.arrived
         do = _read(backward.do)
-        grads = self.kernels.gradients(self.call, entered.entering, maps, left.rest, do, prepared, mail)
+        maps = self.maps_back(backward, do, arrived) if adjoint is None else adjoint.found.maps
+        left, prepared = SpansLeft.of(backward.saved), None
+        if border is not None and carried is None and not border.sends[True]:  # while what enters is on its way
+            prepared = self.kernels.prepared(self.call, left.rest)
+        final = backward.S0 is not None
+        entered = self.entered(maps, dS_end, border, True, final) if carried is None else carried
+        grads = self.kernels.gradients(self.call, entered.entering, maps, left.rest, do, prepared, carried)
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
-    def mail(self, border: Border | None, reverse: bool) -> Mail | None:
-        """What kernels take that send and receive states themselves."""
-        if border is None or not self.kernels.mails(self.call, reverse):
+    def carried(self, border: Border | None, S: Tensor | None, reverse: bool, final: bool) -> Carried | None:
+        """What kernels take that carry states themselves, given what enters the pieces from this rank; None: the border
+        does. `final`: whether what leaves the pieces is wanted."""
+        if border is None or not self.kernels.carries(self.call, reverse):
             return None
-        B, _, H, _, K, V = self.plan.sizes
-        return border.mail((B * H, K, V), reverse)
+        plan, (B, _, H, _, K, V) = self.plan, self.plan.sizes
+        mail = border.mail((B * H, K, V), reverse)
+        if mail is None:
+            return None
+        spans = B, plan.spans.count, H
+        arrived = torch.empty(2, *spans, dtype=torch.int32, device=self.call.inputs.v.device)
+        rooms = plan.new(*spans, K, V), plan.states_of_pieces()
+        return Carried(mail, plan.state(S), *rooms, final, reverse or self.use.saved, arrived)
 
-    def maps_back(self, backward: Backward, mailed: bool) -> SpanMaps:
+    def maps_back(self, backward: Backward, do: Tensor, arrived: Tensor | None) -> SpanMaps:
         """What each span does to the gradient of the state that leaves it."""
         left = SpansLeft.of(backward.saved)
-        own, forgets = self.kernels.added_back(self.call, left.rest, _read(backward.do), mailed)
-        return SpanMaps(self.plan.rule.transition, own, left.transition, True, left.zero, left.squares, forgets)
+        own = self.plan.states_of_spans()
+        of_transitions = left.zero, left.squares, left.image, left.half
+        maps = SpanMaps(self.plan.rule.transition, own, left.transition, True, *of_transitions)
+        self.kernels.add_back(self.call, maps, left.rest, do, arrived)
+        return maps
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""

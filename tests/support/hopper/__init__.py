@@ -33,11 +33,11 @@ template <class Arguments> void call(void (*kernel)(Arguments), const void* argu
   kernel(*(const Arguments*)arguments);
 }}
 extern "C" int start(const void* arguments, int programs, int threads, int shared, int beside, unsigned seed,
-                     int* to_zero, int count, char* said) {{
-  machine::it().zeros = to_zero;
-  machine::it().zeros_count = count;
-  machine::it().early = to_zero;
+                     const machine::Late* late, int count, char* said) {{
+  machine::it().late_writes.assign(late, late + count);
+  machine::it().early = count;
   const std::string text = machine::run([=] {{ call({name}, arguments); }}, programs, threads, shared, beside, seed);
+  machine::write_late();
   snprintf(said, 4096, "%s", text.c_str());
   return !text.empty();
 }}
@@ -49,30 +49,42 @@ class KernelError(AssertionError):
 
 
 class Emulated:
-    """A `CudaKernel` that runs here, `beside` programs at a time. `seed`: the threads' order; 0: by number."""
+    """A `CudaKernel` that runs here, `BESIDE` programs at a time. `seed`: the threads' order; 0: by number."""
 
-    def __init__(self, kernel: CudaKernel, beside: int = 2, seed: int = 0) -> None:
-        self._kernel, self._beside, self._seed = kernel, beside, seed
+    BESIDE = 2
+
+    def __init__(self, kernel: CudaKernel, seed: int = 0) -> None:
+        self._kernel, self._seed = kernel, seed
         self._start = compiled(kernel)
 
-    ZEROS: list[Tensor] = []
-    """What `zeros` made and no launch has had."""
+    LATE: list[tuple[Tensor, Tensor]] = []
+    """What the launch before will have written, and where, once a thread of the next one, if that is early, waits."""
 
     @classmethod
     def zeros(cls, count: int, device: object) -> Tensor:
-        """In place of `runtime.zeros.zeros`: they are ones until a thread of the launch behind waits for them."""
-        cls.ZEROS.append(torch.ones(count, dtype=torch.int32))
-        return cls.ZEROS[-1]
+        """In place of `runtime.zeros.zeros`: they are ones until then."""
+        ones = torch.ones(count, dtype=torch.int32)
+        cls.LATE.append((ones, torch.zeros_like(ones)))
+        return ones
+
+    @classmethod
+    def late(cls, x: Tensor) -> None:
+        """What the last launch has written to `x` is there then, and all its bits are set until then."""
+        cls.LATE.append((x, x.clone()))
+        x.view(torch.uint8).fill_(0xFF)
 
     def __call__(self, grid: int, *arguments: Tensor | int | float | None) -> None:
         flat = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments]
         packed = struct.pack("=" + self._kernel.arguments, *flat)
         said = ctypes.create_string_buffer(4096)
         of = self._kernel
-        zeros = self.ZEROS.pop() if of.early else None
-        how = grid, of.threads, of.shared, self._beside, ctypes.c_uint(self._seed)
-        late = (ctypes.c_void_p(zeros.data_ptr()), zeros.numel()) if zeros is not None else (None, 0)
-        if self._start(packed, *how, *late, said):
+        how = grid, of.threads, of.shared, self.BESIDE, ctypes.c_uint(self._seed)
+        late = [(to.data_ptr(), x.data_ptr(), x.nbytes) for to, x in self.LATE]
+        assert of.early or not late, "a launch that is not early finds all that was written"
+        writes = (ctypes.c_uint64 * (3 * len(late)))(*(n for write in late for n in write))
+        failed = self._start(packed, *how, writes, len(late), said)
+        self.LATE.clear()
+        if failed:
             raise KernelError(f"{of.file.name}: {said.value.decode()}")
 
 

@@ -65,6 +65,7 @@ INLINE void sts16(u32 a, u16 x) { memcpy(machine::at(a, 2, 2), &x, 2); }
 INLINE void sts32(u32 a, u32 x) { memcpy(machine::at(a, 4, 4), &x, 4); }
 INLINE void sts64(u32 a, u32 x, u32 y) { const u32 z[2] = {x, y}; memcpy(machine::at(a, 8, 8), z, 8); }
 INLINE void sts128(u32 a, const float* x) { memcpy(machine::at(a, 16, 16), x, 16); }
+INLINE void sts128(u32 a, const u32* x) { memcpy(machine::at(a, 16, 16), x, 16); }
 INLINE void stg128(void* p, const u32* x) { memcpy(p, x, 16); }
 INLINE void stg128_if(void* p, const u32* x, bool live) {
   if (live) stg128(p, x);
@@ -111,7 +112,9 @@ INLINE void bar_init(u32 a, int n) {
   b = machine::Bar();
   b.count = b.pending = (u32)n;
 }
+INLINE void bar_over(u32 a) { machine::here().bars.erase(a); }
 INLINE void bars_ready() {}
+INLINE void add_release(int* p, int x) { atomicAdd(p, x); }
 INLINE void bar_arrive(u32 a) {
   machine::Bar& b = machine::bar(a);
   if (b.pending == 0) machine::fail("more arrive at a barrier than it counts");
@@ -120,9 +123,7 @@ INLINE void bar_arrive(u32 a) {
 }
 INLINE void next_launch() {}
 INLINE void launch_before() {
-  machine::Machine& m = machine::it();
-  if (m.zeros) memset(m.zeros, 0, m.zeros_count * sizeof(int));
-  m.zeros = nullptr;
+  machine::write_late();
   machine::here().waited = true;
 }
 INLINE void cp_arrive(u32 bar) { bar_arrive(bar); }
@@ -251,6 +252,7 @@ INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) { wide<16, fal
 template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) { wide<32, false, FP16>(d, a, 0, b, more); }
 template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) { wide<64, false, FP16>(d, a, 0, b, more); }
 template <bool FP16 = false> INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) { wide<128, true, FP16>(&d[0][0], a, 0, b, 1); }
+INLINE void wgmma128_back(float (&d)[16][4], const u32* a, u64 b) { wide<128, false>(&d[0][0], a, 0, b, 1); }
 INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) { wide<16, false>(d, nullptr, a, b, more); }
 template <bool FP16 = false> INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) { wide<32, false, FP16>(d, nullptr, a, b, more); }
 template <bool FP16 = false> INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) { wide<64, false, FP16>(d, nullptr, a, b, more); }

@@ -56,10 +56,11 @@ struct Program {
   bool waited = false;  // whether a thread of it has waited for the launch before
 };
 
+struct Late { void* to; const void* from; uint64_t bytes; };
+
 struct Machine {
   std::function<void()> kernel;
-  int* zeros = nullptr;  // what the launch before sets to zero, as late as it may: when a thread waits for it
-  int zeros_count = 0;
+  std::vector<Late> late_writes;  // of the launch before, made as late as they may be: when a thread waits for it
   bool early = false;  // whether this launch began before that one had ended
   Fiber* now = nullptr;
   jmp_buf home;
@@ -79,7 +80,11 @@ inline void leave() { if (!_setjmp(it().now->at)) _longjmp(it().home, 1); }
 }
 // What the launch before writes is asked for.
 inline void written_before() {
-  if (it().early && !here().waited) fail("flags before the launch that zeroes them is waited for");
+  if (it().early && !here().waited) fail("flags before the launch that writes them is waited for");
+}
+inline void write_late() {
+  for (const Late& x : it().late_writes) memcpy(x.to, x.from, x.bytes);
+  it().late_writes.clear();
 }
 template <class Ready> inline void wait_for(const char* what, Ready ready) {
   it().now->waits = what;
@@ -233,7 +238,8 @@ inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return
 inline float __log2f(float x) { return log2f(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
-inline float4 __ldcg(const float4* p) { return *p; }
+template <class Value> inline Value __ldcg(const Value* p) { return *p; }
+inline int __clzll(uint64_t x) { return x ? __builtin_clzll(x) : 64; }
 inline int atomicAdd(int* p, int x) { machine::written_before(); const int before = *p; *p += x; machine::it().progress++; return before; }
 inline float atomicAdd(float* p, float x) { const float before = *p; *p += x; machine::it().progress++; return before; }
 
@@ -255,15 +261,16 @@ template <class Value> inline Value __shfl_down_sync(unsigned, Value x, int by, 
   const int lane = machine::thread() & 31;
   return passed(x, lane % width + by < width ? lane + by : -1);
 }
-inline int __any_sync(unsigned, int x) {
-  Passed<int> mine{x != 0, 0, 0};
-  machine::together("any", mine, [](Passed<int>** g) {
-    int any = 0;
-    for (int i = 0; i < 32; i++) any |= g[i]->value;
-    for (int i = 0; i < 32; i++) g[i]->found = any;
+inline unsigned __ballot_sync(unsigned, int x) {
+  Passed<unsigned> mine{x != 0, 0, 0};
+  machine::together("ballot", mine, [](Passed<unsigned>** g) {
+    unsigned all = 0;
+    for (int i = 0; i < 32; i++) all |= g[i]->value << i;
+    for (int i = 0; i < 32; i++) g[i]->found = all;
   });
   return mine.found;
 }
+inline int __any_sync(unsigned mask, int x) { return __ballot_sync(mask, x) != 0; }
 inline int __all_sync(unsigned mask, int x) { return !__any_sync(mask, !x); }
 inline void __syncwarp() {
   int nothing = 0;
