@@ -49,8 +49,8 @@ def emulated() -> ExitStack:
     change(choice, unsupported=lambda rule, x, recurrent=False: families.unsupported(rule, x))
     change(one_launch, unsupported=lambda inputs, packed: "", ACROSS=one_launch.Least(0, 0, 0), LEAST=0)
     for module in (gdn_launches, kda_launches):
-        change(module, multiprocessors=lambda device: 10**6)
-    change(gdn_launches, zeros=hopper.Emulated.zeros, side_by_side=lambda programs, device: False)
+        change(module, multiprocessors=lambda device: 10**6, side_by_side=lambda programs, device: False)
+    change(gdn_launches, zeros=hopper.Emulated.zeros)
     change(gdn_launches, across=lambda *sizes: (64, 64), span=lambda *sizes: 64)
     change(gdn_launches, forward_kernel=here(gdn_launches, "forward_kernel"))
     change(gdn_launches, backward_kernel=here(gdn_launches, "backward_kernel"))

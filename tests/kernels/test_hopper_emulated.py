@@ -51,7 +51,8 @@ def emulated(monkeypatch):
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
         monkeypatch.setattr(module, "zeros", Emulated.zeros)
-    monkeypatch.setattr(gdn_launches, "side_by_side", lambda programs, device: programs <= Emulated.BESIDE)
+    for module in (gdn_launches, kda_launches):
+        monkeypatch.setattr(module, "side_by_side", lambda programs, device: programs <= Emulated.BESIDE)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
@@ -236,7 +237,7 @@ def of_five_spans(name: str, shards: int) -> tuple[dict[str, Tensor], list[int]]
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "beside"), [("delta", 2, 2), ("delta", 2, 64), ("delta", 1, 2), ("kda", 1, 2)]
+    ("name", "parts", "beside"), [("delta", 2, 2), ("delta", 2, 64), ("delta", 1, 2), ("kda", 1, 2), ("kda", 1, 64)]
 )
 def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
     """The delta rule's maps are found in halves, where there is room, by programs that may all run at once."""

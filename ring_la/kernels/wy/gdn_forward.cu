@@ -59,18 +59,20 @@
 
 // The chunks of all passes over a span, n each; the last pass, that makes outputs, begins with chunk `last`. That of MAPS is not
 // the last.
+#if MAILED
+struct Passes {  // chunks before `last` are the last ones of the piece
+  int total, last, end, own;  // where they end, and the span's begin, less `last` chunks
+  INLINE int token(int c) const { return (c >= last ? own : end) + c * C; }
+  INLINE bool middle(int c) const { return false; }
+};
+#else
 struct Passes {
   int t0, n, total, last;
-#if MAILED
-  int end;  // of the piece, where the chunks before `last` are its last ones
-  INLINE int token(int c) const { return c >= last ? t0 + (c - last) * C : end + (c - last) * C; }
-  INLINE bool middle(int c) const { return false; }
-#else
   INLINE int token(int c) const { return t0 + (c >= last ? c - last : c >= n ? c - n : c) * C; }  // the first of chunk c
   INLINE bool middle(int c) const { return c >= n && c < last; }  // in which values are zero
-#endif
 };
 INLINE Passes passes_of(int t0, int n, int passes) { return {t0, n, n * passes, MAPS ? n * passes : n * (passes - 1)}; }
+#endif
 
 // Ask for what chunks hold in memory, once their slots are empty; tokens from x.end on are zero, v where no `values` are wanted.
 // With MAILED the span's own wait if maps are `held` where chunks come.
@@ -579,19 +581,19 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
   Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
-  const int passes = back < 0 && !x.last && !a.given ? 3 : 1;
-  Passes p = passes_of(t0, n, passes);
 #if MAILED
   u64 zeros = 0;
+  int early = 0;
   if (x.first) {
     zeros = zeros_of<true>(a, s, h, lane);
-    p.last = chunks_at_end<true>(a, s, h);
-    p.total += p.last;
+    early = chunks_at_end<true>(a, s, h);
+    x.end = piece_end(a, x);  // whose last chunks it goes over, too
   }
-  p.end = piece_end(a, x);
-  if (x.first) x.end = p.end;  // whose last chunks it goes over, too
-  const bool held = x.first && takes_room(a, zeros, p.last);
+  const Passes p = {early + n, early, uniform(x.end) - early * C, t0 - early * C};
+  const bool held = x.first && takes_room(a, zeros, early);
 #else
+  const int passes = back < 0 && !x.last && !a.given ? 3 : 1;
+  const Passes p = passes_of(t0, n, passes);
   const bool held = false;
 #endif
   if (role == 3) {
@@ -603,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
   } else {
     registers_up<192>();
 #if MAILED
-    consume(a, x, s, h, t0, n, back < 0, p.last, zeros, base, w, lane);
+    consume(a, x, s, h, t0, n, back < 0, early, zeros, base, w, lane);
 #else
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
 #endif
