@@ -254,6 +254,20 @@ def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
 
 
 @pytest.mark.parametrize("name", ["delta", "kda"])
+def test_no_states_at_the_ends(name):
+    """What leaves the first rank goes first, and nothing enters it; backward the last one's."""
+    x, cuts = of_five_spans(name, 3)
+    do, none = torch.randn_like(x["v"]), torch.zeros(1, 1, 4, 128, 128)
+    function, kernels, rule = RULES[name]
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), none, do, none)
+    leaves = [t.double().requires_grad_() for t in x.values()]
+    o = function(*leaves).o
+    true = {"o": o, **dict(zip(x, torch.autograd.grad(o, leaves, do.double())))}
+    found = {n: ((got[n].double() - y).norm() / y.norm()).item() for n, y in true.items()}
+    assert all(e <= LIMIT for e in found.values()), found
+
+
+@pytest.mark.parametrize("name", ["delta", "kda"])
 def test_without_gradients_launches_carry_states(monkeypatch, name):
     x, cuts = of_five_spans(name, 3)
     x, cuts = {n: t[:, 40:-20].contiguous() for n, t in x.items()}, [0, 310, 630, 900]

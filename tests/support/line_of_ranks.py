@@ -64,7 +64,8 @@ def results(
     do: Tensor | None, dS: Tensor | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """o, final states S, and (given `do` and `dS`) the gradients of `x` and of S0 (states are [B, N, H, K, V]) of the
-    ranks that `cuts` makes of a sequence of `documents`."""
+    ranks that `cuts` makes of a sequence of `documents`. States that are 0 are not given, and none are asked for where
+    dS is."""
     shards = [Shard(*ends, documents) for ends in pairwise(cuts)]
     joined = [bool(i) and len(shard.starts) < len(shard.parts) for i, shard in enumerate(shards)]
     passes = [a and len(shard.parts) == 1 for a, shard in zip(joined, shards)]
@@ -72,16 +73,18 @@ def results(
     made, train = groups(len(shards), S0.device), do is not None
     borders = [MailboxBorder(g, chain, [(0, len(s.parts) - 1)], len(s.parts)) for g, s in zip(made, shards)]
     calls, outs, backs, S, dS0 = [], [], [], torch.empty_like(S0), torch.empty_like(S0)
+    use = OutputUse(train, final=dS is None or bool(dS.any()))
+    given = lambda states, shard, which: shard.of(states, which if states.any() else [])  # noqa: E731
     for shard, border in zip(shards, borders):
         inputs = Inputs(**{n: t[:, shard.tokens].contiguous() for n, t in x.items()})
-        calls.append(ScannedSpans.of(kernels, rule, inputs, shard.cu, x["q"].shape[-1] ** -0.5, OutputUse(train)))
-        outs.append(calls[-1].output(shard.of(S0, shard.starts), border=border))
-        for i, n in shard.ends:
+        calls.append(ScannedSpans.of(kernels, rule, inputs, shard.cu, x["q"].shape[-1] ** -0.5, use))
+        outs.append(calls[-1].output(given(S0, shard, shard.starts), border=border))
+        for i, n in shard.ends if use.final else ():
             S[:, n] = outs[-1].leaving[:, i]
     for shard, border, call, out in reversed(list(zip(shards, borders, calls, outs)) if train else []):
-        back = Backward(shard.of(S0, shard.starts), do[:, shard.tokens].contiguous(), out.saved)
-        backs.insert(0, call.gradients(back, shard.of(dS, shard.ends), border=border))
-        for i, n in shard.starts:
+        back = Backward(given(S0, shard, shard.starts), do[:, shard.tokens].contiguous(), out.saved)
+        backs.insert(0, call.gradients(back, given(dS, shard, shard.ends), border=border))
+        for i, n in shard.starts if back.S0 is not None else ():
             dS0[:, n] = backs[0].entering[:, i]
     found = {n: torch.cat([getattr(back.inputs, n) for back in backs], 1) for n in x if train}
     late = [g.mailboxes.late() for g in made]

@@ -236,10 +236,11 @@ INLINE void carry(const Args& a, const Span& x, int s, int h, u64 zeros, bool se
   for (int end = n;;) {  // from the last span before `end` that forgets what enters it, or from what comes
     const int z = 63 - __clzll(zeros & ones(end));
     const bool leaves = end == n && ends;
-    bool small = false;  // whether nothing of what comes leaves, though no span forgets
-    if (z < 0 && leaves) small = m.source < 0 ? !m.before : uniform(left_of<FORWARD>(a, s, n, h, lane) < SMALL);
+    const bool nothing = z < 0 && m.source < 0 && !m.before;  // comes
+    bool small = false;  // whether what leaves goes first, since nothing of what comes is in it; where nobody waits for others it need not
+    if (z < 0 && leaves) small = nothing ? m.composes : m.source >= 0 && uniform(left_of<FORWARD>(a, s, n, h, lane) < SMALL);
     const bool begins = z < 0 && !small;
-    const int from = small ? 1 : z + 1, to = end == n && !ends ? n - 1 : end;
+    const int from = small || nothing ? 1 : z + 1, to = end == n && !ends ? n - 1 : end;
     const bool composed = begins && leaves && sends && m.source >= 0 && m.composes;
     if (composed) {  // what all spans add, to `leaving`, and their transitions' product on this way, where the first map is held
       float S[16][4];
@@ -272,15 +273,17 @@ INLINE void carry(const Args& a, const Span& x, int s, int h, u64 zeros, bool se
       ends = false;
       continue;  // and what enters the spans
     }
-    if (from < to || leaves) {
+    if (from < to || leaves || (begins && nothing && end)) {
       float S[16][4];
-      begin_with(S, begins ? entering : m.adds + state(from - 1), w, lane);
-      through(S, from, to, true, [&](int p) {
+      auto hand_on = [&](int p) {  // what enters the span at position p
         const bool wanted = p < n && !small;
         if (wanted) put_state(S, m.entering + state(p), w, lane);
         between_warps();
         if (wanted && w == 0 && lane == 0) store_release(a.arrived + (FORWARD ? s + p : s - p) * a.H + h, 1);
-      });
+      };
+      begin_with(S, begins && !nothing ? entering : m.adds + state(from - 1), w, lane);
+      if (begins && nothing) hand_on(1);
+      through(S, from, to, true, hand_on);
       if (leaves && m.keeps) put_state(S, leaving, w, lane);
       if (leaves && sends) put_from(S, at + MAP, m, lanes, said, w, lane);
     }
