@@ -55,17 +55,8 @@ class Carried(NamedTuple):
         """Spans of those `maps`, which begin from `states` where they know them."""
         memory, numbers = self.mail
         found = maps.own, maps.squares, maps.image, maps.zero
-        mail = (
-            *memory,
-            *found,
-            self.before,
-            self.entering,
-            self.leaving,
-            *numbers,
-            int(self.keeps),
-            int(self.composes),
-            0,
-        )
+        states_of = self.before, self.entering, self.leaving
+        mail = (*memory, *found, *states_of, *numbers, int(self.keeps), int(self.composes))
         return Passing(states, given=True, arrived=self.arrived, mail=mail)
 
 

@@ -587,7 +587,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   Job j = job_of(a, blockIdx.x * PARTS + 1);
   Reach r = {0, 0, 0, 0};
   __syncthreads();
-  if (j.n > 0) r = reach(a, j.x, {j.s, j.h, 0, 0}, false, !a.arrived, base + SAID + 16, lane);
+  if (j.n > 0) r = reach(a, j.x, j.s, j.h, false, !a.arrived, base + SAID + 16, lane);
   // where the transition is 0 nobody has that of a half
   const bool halved = j.halved && r.whole && uniform(!a.flags[j.s * a.H + j.h]);
   if (tid == 0) decide(a, j, r, halved ? 2 : 1);

@@ -498,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
   Job j = job_of(a, blockIdx.x * PARTS + 1);
   Reach r = {0, 0, 0, 0};
   __syncthreads();
-  if (j.n > 0) r = reach(a, j.x, {j.s, j.h, 0, 0}, true, !a.arrived, base + SAID + 16, lane);
+  if (j.n > 0) r = reach(a, j.x, j.s, j.h, true, !a.arrived, base + SAID + 16, lane);
   if (tid == 0) {
     if (j.n > 0) a.flags[j.s * a.H + j.h] = !r.whole;
     decide(a, j, r, r.whole ? j.halved ? 4 : 2 : 1);

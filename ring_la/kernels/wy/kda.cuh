@@ -210,9 +210,22 @@ INLINE void of_tokens(float (&x)[4], u32 at) {
   for (int i = 0; i < 4; i++) x[i] = __uint_as_float(y[i >> 1][i & 1]);
 }
 
-// Nothing that enters span s has come as yet; by one of its programs.
-template <class Args> INLINE void none_arrived(const Args& a, const MapsOf& m) {
-  if (a.arrived && !m.first && threadIdx.x == 0) a.arrived[m.s * a.H + m.h] = 0;
+// MAPS: the maps of span s over n chunks: what they leave of no state, and with two `passes` of the identity. walk(S, c): over those chunks,
+// the first of which is the c-th of those under way. By eight warps; shared memory from `at` on, when all is done.
+template <class Walk> INLINE void find_maps(const Args& a, int s, int h, int passes, int n, u32 at, int w, int lane, Walk walk) {
+  const u64 i = (u64)s * a.H + h;
+#pragma unroll 1
+  for (int pass = 0; pass < passes; pass++) {
+    float S[16][4];
+    if (pass) identity(S, w, lane);
+    else begin_with(S, 0, w, lane);
+    walk(S, pass * n);
+    put_state(S, (pass ? a.parts : a.states) + i * (D * D), w, lane);
+    if (pass) {
+      put_squares(S, a.squares + i * 8, w, lane);
+      if (a.image) put_map(S, a.image + i * (MAP / 2), at, w, lane);
+    }
+  }
 }
 
 // MAPS: which chunks are wanted is not known at first. Those who make chunks begin with the two that count if a span forgets, `early`;

@@ -735,21 +735,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
 #if MAPS
   next_launch();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const MapsOf m = maps_of(a, false, blockIdx.x);
-  const Span x = span_of(a, m.s);
+  const int s = blockIdx.x / a.heads, h = a.first_head + blockIdx.x % a.heads;
+  const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  none_arrived(a, m);
+  if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < SLOTS) produce(b, x, m.h, x.end, 0, 0, base, w, lane);
+    if (w < SLOTS) produce(b, x, h, x.end, 0, 0, base, w, lane);
     else hear(base + TOLD);
   } else {
     registers_up<200>();
-    const Reach r = reach(a, x, m, false, true, base + SAID, lane);
+    const Reach r = reach(a, x, s, h, false, true, base + SAID, lane);
     tell(r, 1, base + TOLD);
     const int stop = r.whole ? early(x) + r.n : r.n ? early(x) : 0;
-    find_maps(a, m, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
-      walk(S, b, m.h, x.begin, x.end, c, stop, unwanted(x, r), stop, base, w, lane);
+    find_maps(a, s, h, 1, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
+      walk(S, b, h, x.begin, x.end, c, stop, unwanted(x, r), stop, base, w, lane);
     });
   }
 #else

@@ -539,22 +539,22 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #if MAPS
   next_launch();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  MapsOf m = maps_of(a, true, blockIdx.x);
-  const Span x = span_of(a, m.s);
+  const int s = blockIdx.x / a.heads, h = a.first_head + blockIdx.x % a.heads;
+  const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  none_arrived(a, m);
+  if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    produce(a, x, m.h, 0, 0, 0, base, w, lane);
+    produce(a, x, h, 0, 0, 0, base, w, lane);
   } else {
     registers_up<152>();
-    const Reach r = reach(a, x, m, true, true, base + SAID, lane);
-    forgets_all(a, m, r);
-    tell(r, m.last + 1, base + TOLD);
+    const Reach r = reach(a, x, s, h, true, true, base + SAID, lane);
+    if (tid == 0) a.flags[s * a.H + h] = !r.whole;
+    tell(r, 2, base + TOLD);
     const int before = early(x), skip = unwanted(x, r);
-    find_maps(a, m, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
+    find_maps(a, s, h, 1 + r.whole, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
       const int from = c ? before + c : 0, stop = r.whole ? before + c + r.n : r.n ? before : 0;
-      walk(S, a, m.h, r.t0 - (c ? 0 : skip * C), x.end, x.end, 0, from, stop, skip, base, w, lane);
+      walk(S, a, h, r.t0 - (c ? 0 : skip * C), x.end, x.end, 0, from, stop, skip, base, w, lane);
     });
   }
 #else

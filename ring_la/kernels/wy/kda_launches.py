@@ -37,7 +37,7 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "18Q11if", "4Q2q7Q10i"
+ARGUMENTS, MAIL = "18Q11if", "4Q2q7Q9i4x"
 SHARED = 232448
 
 

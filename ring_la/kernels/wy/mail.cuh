@@ -30,7 +30,7 @@ struct Mail {
   int me, source, target;    // ranks; -1: none
   int ranks, lanes, room, flag; // how many ranks and lanes; words of a room and of a flag
   int keeps;                 // whether what leaves is wanted here
-  int composes, unused;      // whether what all spans together do is found before anything comes
+  int composes;              // whether what all spans together do is found before anything comes
 };
 
 // A lane's flag, in the memory of who sends: whether it is taken

@@ -25,34 +25,20 @@ template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool wa
   store_release(decided(a, s, h), waits ? 2 : 1);
 }
 
-// The maps that a program finds of span s of head h: from no state (pass 0) and, forward, from the identity (pass 1), those from pass
-// `first` to `last`.
-struct MapsOf { int s, h, first, last; };
-template <class Args> INLINE MapsOf maps_of(const Args& a, bool forward, int number) {
-  return {number / a.heads, a.first_head + number % a.heads, 0, forward};
-}
-
 // The chunks that maps are found from; none: nobody asks. whole: all of the span's; else how many forget what enters.
 struct Reach { int t0, n, whole, forgets; };
 // Whether span x forgets what enters it, by how many chunks, or -1; and so y, the one behind it.
 struct Forgets { int x, y; };
-// By all warps that `forgetting`, the rule's, asks for; y is x where nobody asks. `ends`: whether what leaves a piece is asked for here.
+// Of x, the s-th, by all warps that `forgetting`, the rule's, asks for. `ends`: whether what leaves a piece is asked for here.
 template <class Args>
-INLINE Reach reach(const Args& a, const Span& x, const MapsOf& m, bool forward, bool ends, u32 said, int lane) {
-  const bool behind = !m.first && !(forward ? x.last : x.first);
-  const Span y = span_of(a, behind ? (forward ? m.s + 1 : m.s - 1) : m.s);
-  const Forgets found = forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, m.h, behind, said, lane)
-                                : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, m.h, behind, said, lane);
+INLINE Reach reach(const Args& a, const Span& x, int s, int h, bool forward, bool ends, u32 said, int lane) {
+  const bool behind = !(forward ? x.last : x.first);
+  const Span y = span_of(a, behind ? (forward ? s + 1 : s - 1) : s);
+  const Forgets found = forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, h, behind, said, lane)
+                                : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, h, behind, said, lane);
   if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C), 1, 0};
   if (behind ? found.y >= 0 : !ends) return {0, 0, 0, found.x};
   return {uniform(forward ? x.end - found.x * C : x.begin), found.x, 0, found.x};
-}
-
-// Say whether the transition is 0, of which nothing but the flag is written; whether that is all. By the same warps.
-template <class Args> INLINE bool forgets_all(const Args& a, MapsOf& m, const Reach& r) {
-  if (m.last && threadIdx.x == 0) a.flags[m.s * a.H + m.h] = !r.whole;
-  if (!r.whole) m.last = 0;
-  return m.last < m.first;
 }
 
 // The squares of this warp's rows, summed, to its place of eight
@@ -120,21 +106,5 @@ template <bool FORWARD, bool STAGED = false> INLINE void pass_on(float (&S)[16][
     }
     wg_commit();
     wg_wait(S);
-  }
-}
-
-// walk(S, c): over those chunks, the first of which is the c-th of those under way
-template <class Args, class Walk> INLINE void find_maps(const Args& a, const MapsOf& m, int n, u32 at, int w, int lane, Walk walk) {
-#pragma unroll 1
-  for (int pass = m.first; pass <= m.last; pass++) {
-    float S[16][4];
-    if (pass) identity(S, w, lane);
-    else begin_with(S, 0, w, lane);
-    walk(S, (pass - m.first) * n);
-    put_state(S, (pass ? a.parts : a.states) + ((u64)m.s * a.H + m.h) * (D * D), w, lane);
-    if (pass) {
-      put_squares(S, a.squares + ((u64)m.s * a.H + m.h) * 8, w, lane);
-      if (a.image) put_map(S, a.image + ((u64)m.s * a.H + m.h) * (MAP / 2), at, w, lane);
-    }
   }
 }
