@@ -91,32 +91,24 @@ INLINE void decide(const Args& a, const Job& j, const Reach& r, int parts) {
     a.arrived[j.s * a.H + j.h] = 0;
     a.arrived[(a.count + j.s) * a.H + j.h] = r.forgets;
   }
-  if (parts > 1) {
-    int* const to = listed(a) + atomicAdd(a.told, parts - 1);
-    for (int i = 1; i < parts; i++) store_release(to + i - 1, blockIdx.x * PARTS + i + 1);
+  for (int i = 1; i < parts; i++) {
+    int* at;
+    do at = listed(a) + atomicAdd(a.told, 1);
+    while (swap_anywhere(at, 0, blockIdx.x * PARTS + i + 1));  // unless nobody waits at this place any more
   }
   add_release(a.told + 2, 1);
 }
-// The next part on the list, or 0: there is none. Where all programs run at once, one waits until all have decided; else those that decide
-// later take what they list themselves. By one thread.
+// The next part on the list, or 0: there is none. Where all programs run at once, one waits for others to decide, but not for long, since
+// launches of other streams may keep them out; who lists more then takes it itself. By one thread.
 INLINE int next_part(const Args& a) {
   launch_before();
-  const int programs = a.count * a.heads;
-  if (a.pick) {
-    int* const at = listed(a) + atomicAdd(a.told + 1, 1);
-    for (;;) {
-      const bool all = load_acquire(a.told + 2) == programs;
-      const int number = at < listed(a) + programs * (PARTS - 1) ? load_acquire(at) : 0;
-      if (number || all) return number;
-    }
-  }
-  for (;;) {
-    const int i = load_acquire(a.told + 1);
-    if (i >= load_acquire(a.told)) return 0;
-    if (swap_anywhere(a.told + 1, i, i + 1) != i) continue;
-    int number;
-    while (!(number = load_acquire(listed(a) + i))) {}
-    return number;
+  int* const at = listed(a) + atomicAdd(a.told + 1, 1);
+#pragma unroll 1
+  for (int left = a.pick ? 64 : 0;; left--) {  // each takes a microsecond or more
+    const bool all = load_acquire(a.told + 2) == a.count * a.heads;
+    const int number = load_acquire(at);
+    if (number || all) return number;
+    if (!left) return swap_anywhere(at, 0, -1);
   }
 }
 // Leave what a part has found to the last one. By eight warps.

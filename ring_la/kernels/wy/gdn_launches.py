@@ -226,7 +226,7 @@ class GDNCall:
         if waits:
             flags = zeros(2 * self.count * H + 3 + programs, device)
         if passing.maps:
-            told = zeros(3 + 2 * ((2 if further else 4) - 1) * self.count * H, device)  # `PARTS` of each kernel
+            told = zeros(3 + (2 * (2 if further else 4) - 1) * self.count * H, device)  # by `PARTS` of each kernel
         table, outer = None if self.runs is None else self.runs.table, -self.outer if further else self.outer
         kernel(early=not passing.given, mailed=bool(passing.mail))(
             programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passing.states, passing.parts,

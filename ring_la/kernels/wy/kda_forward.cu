@@ -529,9 +529,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     for (int i = 0; i < 2; i++) bar_init(base + STAGE + i * 8, 1);
 #endif
     bars_ready();
-#if MAILED  // first spans' programs last, if all run at once: they wait for maps, whose programs hold the last multiprocessors
-    sts32(base + SAID, a.side_by_side ? a.count * a.heads - 1 - blockIdx.x : blockIdx.x);
-#elif !MAPS
+#if !MAPS
     sts32(base + SAID, number(a, a.given || a.side_by_side, DEFERRED));
 #endif
   }
