@@ -48,16 +48,13 @@ struct Args {
 #endif
 };
 
+#if MAILED
 // How many chunks at a piece's end on this way forget what came before them, if what leaves is wanted; s is the first span.
 template <bool FORWARD> INLINE int chunks_at_end(const Args& a, int s, int h) {
-#if MAILED
+  if (a.mail.target < 0 && !a.mail.keeps) return 0;
   const int end = s + (FORWARD ? spans_a_row(a) - 1 : 1 - spans_a_row(a));
-  if (a.mail.target >= 0 || a.mail.keeps) return uniform(a.arrived[(a.count + end) * a.H + h]);
-#endif
-  return 0;
+  return uniform(a.arrived[(a.count + end) * a.H + h]);
 }
-
-#if MAILED
 // Whether states are carried where chunks come later, or sent from there; so many chunks at the piece's end forget.
 INLINE bool takes_room(const Args& a, u64 zeros, int chunks) { return carries(a, zeros) || (!chunks && a.mail.target >= 0); }
 #endif
