@@ -29,6 +29,8 @@ ENVIRONMENT = {"TRITON_CACHE_AUTOTUNING": "1"}
 """For every process that runs fla-core: all its kernels keep on disk what they tuned, also those that would not."""
 FEW = "BENCHMARKS_FLA_CONFIGURATIONS"
 """In a process's environment: configurations a kernel that fla-core chooses among (`few`)."""
+DONE = "tuned:"
+"""How a line begins that says that a row is; libraries print others."""
 ENOUGH, MOST = 8e-3, 10
 """Seconds and calls after which a configuration has been timed."""
 Rows = Sequence[tuple[str, str]]
@@ -51,7 +53,7 @@ def tune(rows: Rows, seconds: float, jobs: int, program: str = "benchmarks.peers
         for n in range(jobs)
     ]
     ended = [_wait(process, start + seconds * 2 / 3 - time.monotonic()) for process in compiling]
-    said = [int(text.split()[-1]) for _, text in ended if text.split()]
+    said = [int(text.split()[-1]) for code, text in ended if code == 0]  # one that was stopped has said other things
     found = {"compile_s": round(time.monotonic() - start, 1), "compiled": sum(said), "unfinished": 0, "failed": []}
     found["unfinished"] = sum(code != 0 for code, _ in ended)
     done, rest = 0, list(rows)
@@ -59,7 +61,7 @@ def tune(rows: Rows, seconds: float, jobs: int, program: str = "benchmarks.peers
         listed = ",".join(f"{name}:{shape}" for name, shape in rest)
         process = subprocess.Popen([*command, "tune", listed], env=env, stdout=subprocess.PIPE, text=True)
         code, text = _wait(process, start + seconds - time.monotonic())
-        steps = len(text.splitlines())
+        steps = sum(line.startswith(DONE) for line in text.splitlines())
         done, rest = done + steps, rest[steps:]
         if code and rest and time.monotonic() - start < seconds:  # a configuration took the process down
             found["failed"].append(":".join(rest.pop(0)))
@@ -69,7 +71,7 @@ def tune(rows: Rows, seconds: float, jobs: int, program: str = "benchmarks.peers
 def _wait(process: subprocess.Popen, seconds: float) -> tuple[int | None, str]:
     """(its exit status, or None if it had to be stopped; what it printed)."""
     try:
-        text, _ = process.communicate(timeout=max(0.0, seconds))
+        text, _ = process.communicate(timeout=None if process.poll() is not None else max(0.0, seconds))
         return process.returncode, text
     except subprocess.TimeoutExpired:
         process.kill()
@@ -248,7 +250,7 @@ def tune_all(rows: Rows, call: Call) -> None:
         except torch.OutOfMemoryError as e:
             print(f"{name} {shape}: {e}", file=sys.stderr, flush=True)
         torch.cuda.empty_cache()
-        print(name, shape, flush=True)
+        print(DONE, name, shape, flush=True)
 
 
 def main(call: Call = call, fake: bool = True) -> None:
