@@ -34,7 +34,7 @@ H = 4
 def emulated() -> ExitStack:
     """The kernels, and what chooses them, as on a GPU."""
     from ring_la.kernels import choice, families
-    from ring_la.kernels.wy import gdn_launches, kda_launches, one_launch
+    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch
 
     changes = ExitStack()
 
@@ -51,6 +51,7 @@ def emulated() -> ExitStack:
     for module in (gdn_launches, kda_launches):
         change(module, multiprocessors=lambda device: 10**6, side_by_side=lambda programs, device: False)
     change(gdn_launches, zeros=hopper.Emulated.zeros)
+    change(across, clear=hopper.Emulated.clear)
     change(gdn_launches, across=lambda *sizes: (64, 64), span=lambda *sizes: 64)
     change(gdn_launches, forward_kernel=here(gdn_launches, "forward_kernel"))
     change(gdn_launches, backward_kernel=here(gdn_launches, "backward_kernel"))

@@ -51,6 +51,7 @@ def emulated(monkeypatch):
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
         monkeypatch.setattr(module, "zeros", Emulated.zeros)
+    monkeypatch.setattr(across, "clear", Emulated.clear)
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "side_by_side", lambda programs, device: programs <= Emulated.BESIDE)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
@@ -187,8 +188,9 @@ def test_squares_of_transitions(kernels):
     q, k, v, beta = draw(160, 2, 1)
     g = F.logsigmoid(torch.randn(1, 160, 2, 128)) * torch.tensor([3.0, 0.02])[:, None]
     call, _ = kernels.cut(Inputs(q, k, v, g if kernels is across.KDA else g[..., 0], beta), None, 1.0, False)
-    maps = kernels.maps(call, False, arrived := torch.ones(2, 1, 3, 2, dtype=torch.int32))
-    assert not arrived[0].any(), "which the launch clears"
+    arrived = torch.ones(2, 1, 3, 2, dtype=torch.int32) if kernels is across.DELTA else None
+    maps = kernels.maps(call, False, arrived)
+    assert arrived is None or not arrived[0].any(), "which the launch clears"
     whole = maps.zero == 0
     assert whole.tolist() == [[[False, True]] * 3]
     assert torch.allclose(maps.squares[whole].sum(-1), maps.transition[whole].square().sum((-2, -1)), rtol=1e-5)
@@ -237,10 +239,11 @@ def of_five_spans(name: str, shards: int) -> tuple[dict[str, Tensor], list[int]]
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "beside"), [("delta", 2, 2), ("delta", 2, 64), ("delta", 1, 2), ("kda", 1, 2)]
+    ("name", "parts", "beside"), [("delta", 2, 2), ("delta", 2, 64), ("delta", 1, 2), ("kda", 1, 2), ("kda", 1, 64)]
 )
 def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
-    """The delta rule's maps are found in halves, where there is room, by programs that may all run at once."""
+    """The delta rule's maps are found in halves, where there is room, by programs that may all run at once. Two at a time,
+    KDA's first find what others have not begun to look for."""
     monkeypatch.setattr(gdn_launches, "PARTS", 2**28 * (parts > 1))
     monkeypatch.setattr(Emulated, "BESIDE", beside)
     x, cuts = of_five_spans(name, 3)
@@ -280,6 +283,42 @@ def test_without_gradients_launches_carry_states(monkeypatch, name):
     for found, true in ((got["o"], want.o), (got["S"][0], want.final_state)):
         assert (found.double() - true).norm() <= LIMIT * true.norm()
     assert mailed == {"delta": {"gdn_forward"}, "kda": {"kda_forward"}}[name]
+
+
+def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
+    """KDA's tokens of three heads and shards, with spans of 128 tokens, which KDA begins from zero where they forget what
+    comes: all do, none does where a shard begins, and the second span of each does not; and the cuts."""
+    monkeypatch.setattr(kda_launches, "SPAN", 128)
+    T, H = 3 * 320, 3
+    q, k, v, beta = draw(T, H, 1)
+    place, fall = torch.arange(T) % 320, torch.full((T, H), 3.0)
+    fall[place < 64, 1] = 0.02
+    fall[(place >= 128) & (place < 256), 2] = 0.02
+    g = -fall[None, :, :, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [320 * i for i in range(4)]
+
+
+@pytest.mark.parametrize("beside", [2, 64])
+def test_first_chunks_of_kda_again(monkeypatch, beside):
+    monkeypatch.setattr(Emulated, "BESIDE", beside)
+    x, cuts = of_three_spans(monkeypatch)
+    (S0, dS), do = torch.randn(2, 1, 1, 3, 128, 128), torch.randn_like(x["v"])
+    function, kernels, rule = RULES["kda"]
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), S0, do, dS)
+    check(function, [*x.values()], None, {n: got[n] for n in ("o", "S", "S0", *x)}, S0[0], do, dS[0])
+
+
+def test_only_chunks_that_do_not_forget_it_wait_for_what_comes(monkeypatch):
+    x, cuts = of_three_spans(monkeypatch)
+    x = {n: t[:, : cuts[1]].contiguous() for n, t in x.items()}
+    ranks, chain = line_of_ranks.groups(2, x["q"].device), Chain.line(2)
+    ranks[1].mailboxes.patience = 10**7
+    _, kernels, rule = RULES["kda"]
+    call = ScannedSpans.of(kernels, rule, Inputs(**x), None, 1.0, OutputUse(final=False))
+    o = call.output(None, border=MailboxBorder(ranks[1], chain, [(0, 0)], 1)).o
+    assert ranks[1].mailboxes.late() == [0]
+    late = o.isnan().any(-1)[0].sum(0)
+    assert late.tolist() == [16, 128, 16]
 
 
 @pytest.mark.parametrize("name", ["delta", "kda"])

@@ -146,6 +146,8 @@ INLINE void copy_out(void* to, u32 from, u32 bytes) {  // the other way; `copied
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 INLINE void copy_out_all() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }  // behind the last copy_out
+INLINE void written_out() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // and is there, for whom this thread tells
+INLINE void copies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }  // before copies read what this thread was told is there
 INLINE void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // what was read may be written
 INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come
 INLINE void between_others() { asm volatile("bar.sync 2, 256;" ::: "memory"); }  // of other 256, where there are no pairs

@@ -17,9 +17,14 @@ ZEROS = CudaKernel(
 
 
 def zeros(count: int, device: torch.device) -> Tensor:
-    """int32 ``[count]``. On a GPU a launch that lets the next one begin, where that waits itself (`launch_before`)."""
-    if device.type != "cuda" or unsupported():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    out = torch.empty(count, dtype=torch.int32, device=device)
-    ZEROS(-(-count // (THREADS * EACH)), out, count)
-    return out
+    """int32 ``[count]``, see `clear`."""
+    return clear(torch.empty(count, dtype=torch.int32, device=device))
+
+
+def clear(x: Tensor) -> Tensor:
+    """Set int32 `x`, contiguous, to zero: on a GPU by a launch that lets the next one begin, where that waits itself
+    (`launch_before`)."""
+    if x.device.type != "cuda" or unsupported():
+        return x.zero_()
+    ZEROS(-(-x.numel() // (THREADS * EACH)), x, x.numel())
+    return x

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs, Mail, SpanMaps
+from ring_la.kernels.runtime.zeros import clear
 from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.wy import gdn_launches, kda_launches
@@ -52,12 +53,12 @@ class Carried(NamedTuple):
     arrived: Tensor
 
     def given(self, states: Tensor, maps: SpanMaps) -> Passing:
-        """Spans of those `maps`, which begin from `states` where they know them."""
+        """Spans of those `maps`, or (KDA's forward) that find them, which begin from `states` where they know them."""
         memory, numbers = self.mail
         found = maps.own, maps.squares, maps.image, maps.zero
         states_of = self.before, self.entering, self.leaving
         mail = (*memory, *found, *states_of, *numbers, int(self.keeps), int(self.composes))
-        return Passing(states, given=True, arrived=self.arrived, mail=mail)
+        return Passing(states, maps.transition, given=True, arrived=self.arrived, mail=mail)
 
 
 MOST = 64
@@ -86,7 +87,8 @@ class SpanKernels(Protocol):
         ...
 
     def maps(self, call: Any, train: bool, arrived: Tensor | None) -> SpanMaps:
-        """What each span does to the state that enters it; `train`: gradients follow; `arrived` is cleared."""
+        """What each span does to the state that enters it; `train`: gradients follow; `arrived` is cleared. Room for it
+        where states are carried and `output` finds that itself."""
         ...
 
     def output(
@@ -231,7 +233,10 @@ class KDASpans:
 
     def maps(self, call: KDACall, train: bool, arrived: Tensor | None) -> SpanMaps:
         found, passing = _maps(call, arrived)
-        call.launch("forward", _heads(call), None, (None, None), passing=passing)
+        if arrived is None:
+            call.launch("forward", _heads(call), None, (None, None), passing=passing)
+        else:  # `output` finds them
+            clear(arrived)
         return found
 
     def output(

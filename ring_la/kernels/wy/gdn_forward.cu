@@ -436,6 +436,7 @@ INLINE void begin_piece(float (&S)[16][4], const Args& a, const Span& x, int s, 
     if (m.target >= 0) send(leaving, m, first_lane(a, x, h), base + SAID + 16, w, lane, [] { between_warps(); });
   }
   const bool sends = !n && m.target >= 0;
+  if (sends && w == 0) claim(m, first_lane(a, x, h), base + SAID + 16, lane);
   carry<true>(a, x, s, h, zeros, sends, sends || (!n && m.keeps), false, base, base + HELD, base + SAID + 16, w, lane);
   between_warps();  // nobody reads maps any more
   if (takes_room(a, zeros, n) && w == 0 && lane == 0) bar_arrive(base + OPEN);

@@ -683,6 +683,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   if (x.last) {
     const u64 zeros = zeros_of<false>(a, s, h, lane);
     const bool sends = a.mail.target >= 0 && !(zeros >> (spans_a_row(a) - 1) & 1);  // else the launch before has
+    if (sends && w == 0) claim(a.mail, first_lane(a, x, h), base + SAID + 16, lane);
     carry<false>(a, x, s, h, zeros, sends, sends || a.mail.keeps, zeros & 1, base, base + HELD, base + SAID + 16, w, lane);
     between_warps();  // nobody reads maps any more, or words that were said
     if (carries(a, zeros) && w == 0 && lane == 0) bar_arrive(base + OPEN);

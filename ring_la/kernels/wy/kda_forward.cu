@@ -22,6 +22,7 @@
 // ranks, one launch finds what spans do to a state (maps.cuh), and another goes over all of them, which is `given` what enters each, or
 // (MAILED) carries it from span to span and rank to rank itself (mail.cuh).
 #include "kda.cuh"
+#define FINDS (MAILED && !KEEP) // kda_border.cuh
 
 #define SLOTS 8 // chunks under way, one a warp that makes factors
 
@@ -36,8 +37,8 @@
 #define OFF_B 22016
 #define OFF_D 22080
 #define SCRATCH (SLOTS * SLOT) // of each warp that makes factors: ki, and the triangle it inverts
-#define OWN (4096 + 1280)
-#define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
+#define OWN_ROOM (4096 + 1280)
+#define BARS (SCRATCH + SLOTS * OWN_ROOM) // of each slot: full, empty
 #define HARD (BARS + SLOTS * 16)     // of each slot: whether it goes token by token
 #define SAID (HARD + SLOTS * 4)      // the ticket; what was decided; whether the next span waits; bounds, from 16 bytes on
 #define OPEN (SAID + 32)             // a barrier: the last of several passes may begin
@@ -173,9 +174,49 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   }
 }
 
+// All that is needed of 16 tokens from t on, as `load_chunk` has them: to this warp's slot, which is free.
+INLINE void make_chunk(const Args& a, int t, int end, int h, bool values, u32 base, int w, int& lane) {
+  const u32 ki_at = base + SCRATCH + w * OWN_ROOM, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
+  load_chunk(a, t, end, h, values, at, lane);
+  float b = 0.f;
+  if (lane < C && t + lane < end) b = beta_at(a, (u64)(t + lane) * a.H + h);
+  cp_wait();
+  __syncwarp();
+  float E[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < C; i++) {
+    float g[4];
+    gates(g, at + OFF_G, i, lane);
+#pragma unroll
+    for (int j = 0; j < 4; j++) E[j] += g[j];
+  }
+  const float worst = fminf(fminf(E[0], E[1]), fminf(E[2], E[3]));
+  const int hard = __any_sync(~0u, !(worst >= HARDEST));
+  if (lane == 0) sts32(base + HARD + w * 4, hard);
+  if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(b));
+  if (!hard) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) E[j] = ex2(E[j] * LOG2E);
+#if !KEEP
+    read_own(a.scale, at, lane);
+#endif
+    make_factors(E, a.scale, at, ki_at, lane);
+    sts128(at + OFF_E + lane * 16, E);
+    __syncwarp();
+    make_pairs(b, at, ki_at, pairs, lane);
+    __syncwarp();
+    asm volatile("" : "+r"(lane));
+    invert(at + OFF_N, pairs, lane);
+    proxy_fence();
+  }
+  __syncwarp();
+  if (lane == 0) bar_arrive(full);
+}
+
+#if !FINDS
 // The chunks of `passes` over a span, n each, one to three; the second is without values, the third waits for OPEN. MAPS: see `early`.
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
-  const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
+  const u32 full = base + BARS + w * 16;
 #if MAPS
   const int before = early(x);
   for (int c = w;; c += SLOTS) {
@@ -197,42 +238,10 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     if (pass == 2) bar_wait(base + OPEN, 0);
     const int t = t0 + (c - pass * n) * C;
 #endif
-    load_chunk(a, t, x.end, h, pass != 1, at, lane);
-    float b = 0.f;
-    if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
-    cp_wait();
-    __syncwarp();
-    float E[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < C; i++) {
-      float g[4];
-      gates(g, at + OFF_G, i, lane);
-#pragma unroll
-      for (int j = 0; j < 4; j++) E[j] += g[j];
-    }
-    const float worst = fminf(fminf(E[0], E[1]), fminf(E[2], E[3]));
-    const int hard = __any_sync(~0u, !(worst >= HARDEST));
-    if (lane == 0) sts32(base + HARD + w * 4, hard);
-    if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(b));
-    if (!hard) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) E[j] = ex2(E[j] * LOG2E);
-#if !KEEP
-      read_own(a.scale, at, lane);
-#endif
-      make_factors(E, a.scale, at, ki_at, lane);
-      sts128(at + OFF_E + lane * 16, E);
-      __syncwarp();
-      make_pairs(b, at, ki_at, pairs, lane);
-      __syncwarp();
-      asm volatile("" : "+r"(lane));
-      invert(at + OFF_N, pairs, lane);
-      proxy_fence();
-    }
-    __syncwarp();
-    if (lane == 0) bar_arrive(full);
+    make_chunk(a, t, x.end, h, pass != 1, base, w, lane);
   }
 }
+#endif
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
@@ -449,7 +458,9 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
   if (left) finish();
 }
 
-#if DEFERRED
+#if FINDS
+#include "kda_border.cuh"
+#elif DEFERRED
 // A span that waits, in three passes, the last of a piece in one. Its span and head are read again for each, so that no
 // register holds them meanwhile.
 INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane) {
@@ -482,19 +493,10 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   float S[16][4];
 #if !MAILED
   launch_before();  // flags are there
-#elif KEEP
+#else
   if (x.first) {
     launch_before();  // what leaves is there; others do not wait for it
     send_back(a, x, s, h, base + SAID + 16, w, lane);
-  }
-#else
-  if (x.first) {
-    launch_before();  // maps are there; others do not wait for them
-    const u64 zeros = zeros_of<true>(a, s, h, lane);
-    const bool sends = a.mail.target >= 0 && carries(a, zeros);  // else others do
-    carry<true>(a, x, s, h, zeros, sends, sends || a.mail.keeps, false, base, base + STAGE, base + SAID + 16, w, lane);
-    between_warps();  // nobody reads maps any more, or words that were said
-    if (carries(a, zeros) && w == 0 && lane == 0) bar_arrive(base + OPEN);
   }
 #endif
 #if LEAVES
@@ -505,11 +507,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   if (skip == 2 && !a.given)
     take(S, a, s - 1, h, w, lane);
   else
-#if MAILED && !KEEP
-    begin_with(S, skip == 2 ? carried(a, s, s - 1, h) : entering(a, x.piece, s, h, x.first, false), w, lane);
-#else
     begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2), w, lane);
-#endif
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
@@ -525,8 +523,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
-#if MAILED && !KEEP
-    for (int i = 0; i < 2; i++) bar_init(base + STAGE + i * 8, 1);
+#if FINDS
+    for (int i = 0; i < 2; i++) bar_init(base + WORDS + i * 8, 1);
 #endif
     bars_ready();
 #if !MAPS
@@ -542,10 +540,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   if (x.end <= x.begin) return;
   if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
-    registers_down<104>();
+    registers_down<FINDS ? 96 : 104>();
     produce(a, x, h, 0, 0, 0, base, w, lane);
   } else {
-    registers_up<152>();
+    registers_up<FINDS ? 160 : 152>();
     const Reach r = reach(a, x, s, h, true, true, base + SAID, lane);
     if (tid == 0) a.flags[s * a.H + h] = !r.whole;
     tell(r, 2, base + TOLD);
@@ -563,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #if DEFERRED
   if (x.first || load_acquire(decided(a, s, h)) != 2) return;
   const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
-#else
+#elif !FINDS
 #if LEAVES
   if (!x.first) {
     if (uniform(tid >> 8) == 0) decide(a, x, s, h, base + SAID, w, lane);
@@ -574,21 +572,20 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {
-    registers_down<104>();
-#if MAILED && !KEEP
-    if (x.first) {
-      launch_before();
-      if (carries(a, zeros_of<true>(a, s, h, lane))) bar_wait(base + OPEN, 0);  // maps lie where chunks come
-      else send_beside(a, x, s, h, base + SAID + 16, w, lane);
-    }
-#endif
+    registers_down<FINDS ? 96 : 104>();
+#if FINDS
+    produce(a, x, span_before(a, x, s), h, base, w, lane);
+#else
     produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
-#if MAILED && KEEP
+#if MAILED
     if (uniform(x.first)) take_back(a, x, s, h, w, lane, [] { between_others(); });
 #endif
+#endif
   } else {
-    registers_up<152>();
-#if DEFERRED
+    registers_up<FINDS ? 160 : 152>();
+#if FINDS
+    consume(a, x, span_before(a, x, s), s, h, base, w, lane);
+#elif DEFERRED
     consume(a, x.last, n, base, w, lane);
 #else
     consume(a, x, s, h, t0, n, base, w, lane);

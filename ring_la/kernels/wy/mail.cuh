@@ -21,9 +21,9 @@ struct Mail {
   const long long* away;     // how far each rank's lie from them, in 16 bytes
   int *broken, *report;      // of each rank: whether it is not waited for again; the same for the host
   long long skip, patience;  // words of the mailboxes before the lanes; nanoseconds to wait for a rank
-  const float *adds, *squares; // spans' maps, on this way, see `Args` of MAPS
-  const u16* images;
-  const int* zero;           // [count, H]: whether transitions are 0, and not there
+  float *adds, *squares;     // spans' maps, on this way, see `Args` of MAPS
+  u16* images;
+  int* zero;                 // [count, H]: whether transitions are 0, and not there
   const float* before;       // [pieces, H, K, V]: what enters where no rank sends it; null: zero
   float* entering;           // [count, H, K, V]: what enters spans
   float* leaving;            // [pieces, H, K, V]: what leaves pieces
@@ -65,6 +65,12 @@ INLINE void claim(const Mail& m, int first, u32 said, int lane) {
     if (!mine) mine = swap_anywhere(flag, 0, 1) == 0;
   if (lane < UNITS) sts32(said + lane * 4, mine);
 }
+// Four words as they are sent
+INLINE void as_sent(u32 (&x)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; e++)
+    if (x[e] == UNSENT) x[e] = NEITHER;
+}
 // Send a state by lanes that were claimed: read(x, i) gives 16 bytes of it, see `place`. By eight warps, which know what was said.
 template <class Read> INLINE void put(const Mail& m, int first, u32 said, int w, int lane, Read read) {
 #pragma unroll 8
@@ -72,9 +78,7 @@ template <class Read> INLINE void put(const Mail& m, int first, u32 said, int w,
     const int i = j * 256 + w * 32 + lane, unit = i >> 10;
     u32 x[4];
     read(x, i);
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-      if (x[e] == UNSENT) x[e] = NEITHER;
+    as_sent(x);
     stg128_if(room_of(m, m.me, m.target, first + unit) + (i & 1023) * 4, x, lds32(said + unit * 4));
   }
 }
@@ -127,9 +131,7 @@ template <class Sync> INLINE void receive(float* to, const Mail& m, int first, u
       const int i = (j + n) * 256 + w * 32 + lane;
       const u32 none[4] = {UNSENT, UNSENT, UNSENT, UNSENT};
       stg128(room_of(m, m.source, m.me, first + (i >> 10)) + (i & 1023) * 4, none);
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        if (x[n][e] == UNSENT) x[n][e] = NEITHER;
+      as_sent(x[n]);
       stg128(to + place(i), x[n]);
       if (!stage) continue;
       const int k = i >> 3 & 127;
@@ -192,15 +194,9 @@ template <bool FORWARD, class Args> INLINE float left_of(const Args& a, int s, i
 // Whether the program of a piece's first span on this way takes shared memory to carry what comes: not where all spans forget.
 template <class Args> INLINE bool carries(const Args& a, u64 zeros) { return zeros != ones(spans_a_row(a)); }
 
-// Send what leaves a piece whose spans all forget; s is its first. By eight other warps than those who `carry`.
-template <class Args> INLINE void send_beside(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
-  const u64 at = (u64)(s + spans_a_row(a) - 1) * a.H + h;
-  if (a.mail.target >= 0) send(a.mail.adds + at * (D * D), a.mail, first_lane(a, x, h), said, w, lane, [] { between_others(); });
-}
-
 // Take what comes to a piece, carry it through its spans, and send what leaves; span s is its first on this way. What waits for nothing
-// goes first. `zeros`: see `zeros_of`. `sends`, `ends`: whether what leaves is sent from here, or to be found at all; `there`: what enters
-// was taken. By eight warps; shared memory from `at` on, if it `carries` or sends. bars: two barriers.
+// goes first. `zeros`: see `zeros_of`. `sends`, `ends`: whether what leaves is sent from here, by lanes that were claimed, or to be found
+// at all; `there`: what enters was taken. By eight warps; shared memory from `at` on, if it `carries` or sends. bars: two barriers.
 template <bool FORWARD, class Args>
 INLINE void carry(const Args& a, const Span& x, int s, int h, u64 zeros, bool sends, bool ends, bool there, u32 at, u32 bars, u32 said,
                   int w, int lane) {
@@ -215,7 +211,6 @@ INLINE void carry(const Args& a, const Span& x, int s, int h, u64 zeros, bool se
     copy_in(at + slot * MAP, m.images + 2 * state(p), MAP, bars + slot * 8);
   };
   u32 phases = 0;
-  if (sends && w == 0) claim(m, lanes, said, lane);
   // Through the maps from `from` to `to` (not included), held from `from` on; `then` sees what enters each behind them
   auto through = [&](float (&S)[16][4], int from, int to, bool adds, auto then) {
 #pragma unroll 1

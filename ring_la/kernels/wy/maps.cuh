@@ -61,7 +61,7 @@ INLINE void put_map(const float (&S)[16][4], u16* to, u32 at, int w, int lane) {
   if (w == 0 && lane == 0) {
     copy_out(to, at, MAP);
     copy_out_all();
-    copied_out();
+    written_out();
   }
 }
 

@@ -62,10 +62,14 @@ class Emulated:
 
     @classmethod
     def zeros(cls, count: int, device: object) -> Tensor:
-        """In place of `runtime.zeros.zeros`: they are ones until then."""
-        ones = torch.ones(count, dtype=torch.int32)
-        cls.LATE.append((ones, torch.zeros_like(ones)))
-        return ones
+        """In place of `runtime.zeros.zeros`."""
+        return cls.clear(torch.empty(count, dtype=torch.int32))
+
+    @classmethod
+    def clear(cls, x: Tensor) -> Tensor:
+        """In place of `runtime.zeros.clear`: they are ones until then."""
+        cls.LATE.append((x, torch.zeros_like(x)))
+        return x.fill_(1)
 
     @classmethod
     def late(cls, x: Tensor) -> None:

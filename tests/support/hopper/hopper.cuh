@@ -146,6 +146,8 @@ INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {
 INLINE void copy_out(void* to, u32 from, u32 bytes) { memcpy(to, machine::at(from, bytes, 16), bytes); }
 INLINE void copy_out_all() {}
 INLINE void copied_out() {}
+INLINE void written_out() {}
+INLINE void copies_fence() {}
 INLINE void between_warps() { machine::barrier(machine::here().some, 256, "between_warps"); }
 INLINE void between_others() { machine::barrier(machine::here().pairs[0], 256, "between_others"); }
 INLINE void between_two(int pair) { machine::barrier(machine::here().pairs[pair], 64, "between_two"); }

@@ -1,0 +1,281 @@
+// KDA's forward where states meet those of other ranks, by mailboxes (mail.cuh): one launch, whose programs also find what spans do
+// to a state, where that is asked for.
+//
+// Each looks whether the span before its own forgets what enters it, and that of a piece's first span whether its last one does. If
+// all do, what leaves the piece is found of its last chunks and sent, and the first span is gone over from zero, since its own first
+// chunks forget what comes, too; these are gone over again in the end, when that has long been there. So nobody waits for a rank.
+//
+// Where a span does not forget, the program behind it has nothing to begin with. It finds what that span adds and its transition, and waits;
+// the program of the first span, which does so for the last one, carries what comes through all of them (`carry`). A program
+// waits for earlier ones alone: what nobody has begun to look for that of the first span finds itself, since others may be kept out.
+#pragma once
+
+#define WORDS (STAGE + 8192)  // two barriers for maps; what is asked, two at a time; bounds; which lanes are claimed; what was heard
+#define ASKED ((WORDS + 79) & ~63)
+#define BOUNDS (ASKED + 64)
+#define LANES (BOUNDS + 32)
+#define HEARD (LANES + 16)
+#define AGAIN (HEARD + 16)    // how many chunks are gone over again
+#define PATIENT 64            // times that it is asked who looks for a map; each takes a microsecond or more
+
+#define FORGETS 1 // what is `known` of a span: it has the transition 0,
+#define SOUGHT 2  // its map is being found,
+#define FOUND 3   // and there
+INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }
+
+// -- chunks ------------------------------------------------------------------------------------------------------------
+// Those who make chunks begin before anything is known, with a slot each: of the piece's last chunks two, and the span's, or the two
+// before it. They then make what is asked for.
+
+INLINE int ends_ahead(const Span& x, const Span& y) { return x.first ? early(y) : 0; }
+// The span before x, the s-th; of a piece's first span its last
+INLINE Span span_before(const Args& a, const Span& x, int s) { return span_of(a, x.first ? s + spans_a_row(a) - 1 : s - 1); }
+
+#define OVER 1    // nothing else will be asked for
+#define TURNED 2  // the second pass is without values
+// Chunks `first` to `stop` (not included) of those under way: `n` a pass, from token t0 on; tokens from `end` on are zero.
+struct Asked { int t0, n, first, stop, end, how; };
+INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
+  const u32 to = base + ASKED + (k++ & 1) * 32;
+  if (threadIdx.x == 0) {
+    sts32(to, j.t0); sts32(to + 4, j.n); sts32(to + 8, j.first);
+    sts32(to + 12, j.stop); sts32(to + 16, j.end); sts32(to + 20, j.how);
+  }
+  __syncthreads();
+}
+
+INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base, int w, int lane) {
+  const int from = w - ends_ahead(x, y);
+  int t = from < 0 ? y.end + from * C : x.begin + (from - (x.first ? 0 : 2)) * C, end = from < 0 ? y.end : x.end;
+  bool values = true;
+  const u32 full = base + BARS + w * 16;
+  u32 at = base + ASKED;
+  auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
+#pragma unroll 1
+  for (int c = w, stop = 0;;) {
+    make_chunk(a, t, end, h, values, base, w, lane);
+    c += SLOTS;
+    while (c >= stop) {
+      if (stop && read(5) & OVER) return;
+      __syncthreads();
+      if (stop) at ^= 32;
+      stop = read(3);
+    }
+    const int i = c - read(2), n = read(1), pass = i / n;
+    t = read(0) + (i - pass * n) * C, end = read(4);
+    values = !pass || !(read(5) & TURNED);
+    bar_wait(full + 8, (c / SLOTS - 1) & 1);
+  }
+}
+
+// -- states ------------------------------------------------------------------------------------------------------------
+
+// Send a state in registers by lanes that were claimed, by way of 1 KB of shared memory a warp, 16 channels of K at a time: chunks lie
+// elsewhere meanwhile.
+INLINE void put_beside(const float (&S)[16][4], u32 stage, const Mail& m, int first, u32 said, int w, int lane) {
+  const bool mine = lds32(said + (w >> 1) * 4);
+  u32* const room = room_of(m, m.me, m.target, first + (w >> 1)) + (w & 1) * 16;
+#pragma unroll
+  for (int part = 0; part < 8; part++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int k = i * 8 + 2 * (lane & 3) + (e & 1), v = (lane >> 2) + (e >> 1) * 8;
+        sts32(stage + k * 64 + (((v >> 2) ^ (k >> 1)) & 3) * 16 + (v & 3) * 4, __float_as_uint(S[2 * part + i][e]));
+      }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int k = i * 8 + (lane >> 2), v = lane & 3;
+      u32 x[4];
+      lds128(x, stage + k * 64 + ((v ^ (k >> 1)) & 3) * 16);
+      as_sent(x);
+      stg128_if(room + (part * 16 + k) * COLUMNS + v * 4, x, mine);
+    }
+    __syncwarp();
+  }
+}
+
+// A piece's n spans begin with the s0-th. One before its last whose map nobody looks for, though that was waited for, and which is this
+// program's to find now; -1: all are there. zeros: which forget. By eight warps.
+INLINE int unsought(const Args& a, int s0, int n, int h, u64& zeros, u32 said, int w, int lane) {
+  if (w == 0) {
+    int s = -1;
+    u64 zero;
+    for (int left = PATIENT;; left--) {
+      int x[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) x[i] = lane + 32 * i < n - 1 ? load_acquire(known(a, s0 + lane + 32 * i, h)) : FORGETS;
+      auto which = [&](int y) { return (u64)__ballot_sync(~0u, x[1] == y) << 32 | __ballot_sync(~0u, x[0] == y); };
+      const u64 none = which(0);
+      zero = which(FORGETS);
+      if (!none && !which(SOUGHT)) break;
+      if (left > 0 || !none) continue;
+      const int z = s0 + 63 - __clzll(none);
+      if (__any_sync(~0u, lane == 0 && swap_anywhere(known(a, z, h), 0, SOUGHT) == 0)) {
+        s = z;
+        break;
+      }
+    }
+    copies_fence();  // maps are copied in
+    if (lane == 0) {
+      sts32(said, s);
+      sts64(said + 8, (u32)zero, (u32)(zero >> 32));
+    }
+  }
+  between_warps();
+  u32 zero[2];
+  lds64(zero, said + 8);
+  zeros = ((u64)(u32)uniform(zero[1]) << 32 | (u32)uniform(zero[0])) & ones(n - 1);
+  return uniform(lds32(said));
+}
+
+// Free the slots of chunks `c` to `stop` (not included), which are not wanted
+INLINE void discard(int c, int stop, u32 base, int lane) {
+#pragma unroll 1
+  for (; c < stop; c++) {
+    bar_wait(base + BARS + c % SLOTS * 16, c / SLOTS & 1);
+    __syncwarp();
+    if (lane == 0) bar_arrive(base + BARS + c % SLOTS * 16 + 8);
+  }
+}
+
+INLINE int chunks_of(const Span& x) { return uniform((x.end - x.begin + C - 1) / C); }
+// By how many chunks the span that ends before token t forgets what enters it, or -1
+INLINE int forgets_before(const Args& a, int t, int h, u32 base, int w, int lane) {
+  between_warps();  // words are read
+  return forgetting(a, t, t, true, false, -1, h, base + BOUNDS, w, lane, [] { between_warps(); }).x;
+}
+
+#define ADDS 0   // passes of a program before its own span: what a span adds to what enters it,
+#define TURNS 1  // its transition,
+#define BEFORE 2 // what the span before it adds, if that forgets what enters it,
+#define ENDS 3   // and what leaves the piece, if its last span does
+
+// What span z, the s-th, does to a state; or (`forgets`: by how many chunks, of its last span) what leaves the piece, which goes where it
+// is wanted. `c` chunks are done.
+INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
+  const Mail& m = a.mail;
+  const bool ends = forgets >= 0;
+  int before = -1;
+  if (!ends) {
+    if (!z.first) before = forgets_before(a, z.begin, h, base, w, lane);
+    if (c < SLOTS) discard(c, SLOTS, base, lane);
+    c = max(c, SLOTS);
+    const int n = chunks_of(z);
+    ask(base, k, {z.begin, n, c, c + 2 * n, z.end, TURNED});
+  }
+  const int passes = ends ? ENDS + 1 : before < 0 ? BEFORE : ENDS;
+#pragma unroll 1
+  for (int pass = ends ? ENDS : ADDS; pass < passes; pass++) {
+    asm volatile("" : "+r"(lane));  // places are found anew for each, for which there are no registers
+    int t = z.begin, n = chunks_of(z);
+    if (pass == BEFORE) t -= before * C, n = before;
+    if (pass == ENDS) t = z.end - 2 * C, n = 2;
+    float S[16][4];
+    if (pass == TURNS) identity(S, w, lane);
+    else begin_with(S, 0, w, lane);
+    if (pass == BEFORE) ask(base, k, {t, before, c, c + before, z.begin, 0});
+    walk(S, a, h, t, z.end, z.end, 0, c, c + n, pass == ENDS ? c + 2 - forgets : 0, base, w, lane);
+    c += n;
+    asm volatile("" : "+r"(lane));
+    const u64 i = (u64)(s - (pass == BEFORE)) * a.H + h;
+    if (pass == ENDS) {
+      if (m.keeps) put_state(S, m.leaving + ((u64)z.piece * a.H + h) * (D * D), w, lane);
+      if (m.target >= 0) put_beside(S, base + STAGE + w * 1024, m, first_lane(a, z, h), base + LANES, w, lane);
+    } else {
+      put_state(S, (pass == TURNS ? a.parts : m.adds) + i * (D * D), w, lane);
+    }
+    if (pass == TURNS) {
+      put_squares(S, m.squares + i * 8, w, lane);
+      put_map(S, m.images + i * (MAP / 2), base, w, lane);
+    }
+  }
+}
+
+// Whether the map of span s is this program's to find: nobody looks for it yet. By eight warps.
+INLINE bool seek(const Args& a, int s, int h, u32 said, int w, int lane) {
+  if (w == 0 && lane == 0) sts32(said, swap_anywhere(known(a, s, h), 0, SOUGHT));
+  between_warps();
+  return !uniform(lds32(said));
+}
+
+// Say of the span before this one, of a piece's first span of its last, by how many chunks it `forgets`, and find its map if it does not;
+// the first span's program waits until that is known of all. Which of a piece's spans forget; other programs know of one.
+INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
+  const int spans = spans_a_row(a), s0 = x.piece * spans;
+  const bool ends = x.first && (a.mail.target >= 0 || a.mail.keeps);
+  u64 zeros = 0;
+  int z = x.first ? s0 + spans - 1 : s - 1;
+  if (forgets < 0 && !x.first && !seek(a, z, h, base + HEARD, w, lane)) return 0;  // the first span's program does
+  const u64 mine = forgets < 0 ? 0 : 1ull << (z - s0);
+#pragma unroll 1
+  for (bool last = true; z >= 0; last = false) {
+    if (forgets < 0 || (last && ends)) find(a, span_of(a, z), z, h, forgets, c, k, base, w, lane);
+    between_warps();  // all is written
+    if (w == 0 && lane == 0) {
+      a.mail.zero[z * a.H + h] = forgets >= 0;
+      store_release(known(a, z, h), forgets < 0 ? FOUND : FORGETS);
+    }
+    if (!x.first) break;
+    z = unsought(a, s0, spans, h, zeros, base + HEARD, w, lane);
+    if (z >= 0) forgets = forgets_before(a, span_of(a, z).end, h, base, w, lane);
+  }
+  return zeros | mine;
+}
+
+// The first chunks of a piece again, with what comes; the program's span and head are read again, so that no register holds them meanwhile.
+INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, int lane) {
+  asm volatile("" : "+r"(lane));
+  int s, h;
+  const Span x = work_of(a, base + SAID, s, h);
+  float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
+  receive(entering, a.mail, first_lane(a, x, h), 0, w, lane, [] { between_warps(); });
+  begin_with(S, entering, w, lane);
+  const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN));
+  walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
+}
+
+// What enters a piece where no rank sends it; null: zero. Also to its place, where gradients follow.
+INLINE const float* enter(const Args& a, int piece, int h, float* to, int w, int lane) {
+  const float* const from = a.mail.before ? a.mail.before + ((u64)piece * a.H + h) * (D * D) : 0;
+  if (a.mail.composes)
+    for (int i = w * 32 + lane; i < D * D / 4; i += 256) ((float4*)to)[i] = from ? ((const float4*)from)[i] : make_float4(0.f, 0.f, 0.f, 0.f);
+  return from;
+}
+
+INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u32 base, int w, int lane) {
+  const Mail& m = a.mail;
+  const bool comes = m.source >= 0;
+  float* const entering = m.entering + ((u64)s * a.H + h) * (D * D);
+  const int lanes = first_lane(a, x, h), own = chunks_of(x);
+  int c = 0, k = 0;  // chunks that are done; what was asked for
+  if (x.first && m.target >= 0 && w == 7) claim(m, lanes, base + LANES, lane);
+  const Forgets f = forgetting(a, y.end, x.begin + 2 * C, y.end - y.begin >= 2 * C, x.first && comes && own >= SLOTS, -1, h, base + BOUNDS,
+                               w, lane, [] { between_warps(); });
+  launch_before();  // flags are there
+  const u64 zeros = settle(a, x, s, h, f.x, c, k, base, w, lane);
+  const bool whole = x.first ? zeros != ones(spans_a_row(a)) : f.x < 0;  // it begins with what is carried, to here or from here
+  const int again = !whole && x.first && comes && f.y > 0 ? f.y : 0;     // chunks of it that are gone over again, with what comes
+  const int before = whole || x.first ? 0 : f.x;                         // and of those before it
+  const int done = whole ? max(c, SLOTS) : x.first ? ends_ahead(x, y) : 2 - before;  // and chunks that are done by then
+  discard(c, done, base, lane);
+  if (w == 0 && lane == 0) sts32(base + AGAIN, again);
+  if (whole && x.first) {
+    const bool sends = f.x < 0 && m.target >= 0, ends = sends || (f.x < 0 && m.keeps);
+    carry<true>(a, x, s, h, zeros, sends, ends, false, base, base + WORDS, base + LANES, w, lane);
+    between_warps();  // nobody reads maps any more
+  }
+  const int t = uniform(x.begin) - before * C, stop = done + before + own;
+  ask(base, k, {t, before + own, done, stop + again, x.end, OVER});
+  const float* from = entering;
+  if (x.first ? again : !whole) from = 0;
+  else if (x.first && !whole && !comes) from = enter(a, x.piece, h, entering, w, lane);
+  else if (x.first && !whole) receive(entering, m, lanes, 0, w, lane, [] { between_warps(); });
+  while (!x.first && whole && !load_acquire(a.arrived + s * a.H + h)) {}
+  float S[16][4];
+  begin_with(S, from, w, lane);
+  walk(S, a, h, t, uniform(x.begin) + again * C, uniform(x.end), 0, done, stop, 0, base, w, lane);
+  if (uniform(lds32(base + AGAIN))) go_again(S, a, stop, base, w, lane);
+}
