@@ -242,8 +242,8 @@ def of_five_spans(name: str, shards: int) -> tuple[dict[str, Tensor], list[int]]
     ("name", "parts", "beside"), [("delta", 2, 2), ("delta", 2, 64), ("delta", 1, 2), ("kda", 1, 2), ("kda", 1, 64)]
 )
 def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
-    """The delta rule's maps are found in halves, where there is room, by programs that may all run at once. Two at a time,
-    KDA's first find what others have not begun to look for."""
+    """The delta rule's maps are found in halves, where there is room, by programs that may all run at once. Where two
+    do, KDA's first find what others have not begun to look for."""
     monkeypatch.setattr(gdn_launches, "PARTS", 2**28 * (parts > 1))
     monkeypatch.setattr(Emulated, "BESIDE", beside)
     x, cuts = of_five_spans(name, 3)
@@ -286,8 +286,8 @@ def test_without_gradients_launches_carry_states(monkeypatch, name):
 
 
 def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
-    """KDA's tokens of three heads and shards, with spans of 128 tokens, which KDA begins from zero where they forget what
-    comes: all do, none does where a shard begins, and the second span of each does not; and the cuts."""
+    """KDA's tokens of three heads and shards, with spans of 128 tokens, of which a shard's first begins from zero where it
+    forgets what comes: all do, none does where a shard begins, and the second of each does not; and the cuts."""
     monkeypatch.setattr(kda_launches, "SPAN", 128)
     T, H = 3 * 320, 3
     q, k, v, beta = draw(T, H, 1)
