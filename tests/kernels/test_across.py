@@ -94,7 +94,7 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, middle, 
 
     def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False):
         delta = kernels is across.DELTA
-        beside = maps if delta else mailed and name != "backward"  # parts of maps wait for each other, or spans for maps
+        beside = maps if delta else mailed and name != "backward"  # parts of maps, or spans, wait for each other
         assert (leaves, early) == (False, beside)
         assert mailed == (mail is not None and not maps)
         return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")

@@ -286,8 +286,8 @@ def test_without_gradients_launches_carry_states(monkeypatch, name):
 
 
 def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
-    """KDA's tokens of three heads and shards, with spans of 128 tokens, of which a shard's first begins from zero where it
-    forgets what comes: all do, none does where a shard begins, and the second of each does not; and the cuts."""
+    """KDA's tokens of three heads and shards, with spans of 128 tokens, of which a shard's first begins from zero where
+    it forgets what comes: all do, none does where a shard begins, and the second of each does not; and the cuts."""
     monkeypatch.setattr(kda_launches, "SPAN", 128)
     T, H = 3 * 320, 3
     q, k, v, beta = draw(T, H, 1)
