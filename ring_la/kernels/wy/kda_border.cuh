@@ -10,7 +10,7 @@
 // waits for earlier ones alone: what nobody has begun to look for that of the first span finds itself, since others may be kept out.
 #pragma once
 
-#define WORDS (STAGE + 8192)  // two barriers for maps; what is asked, two at a time; bounds; which lanes are claimed; what was heard
+#define WORDS STAGE           // two barriers for maps; what is asked, two at a time; bounds; which lanes are claimed; what was heard
 #define ASKED ((WORDS + 79) & ~63)
 #define BOUNDS (ASKED + 64)
 #define LANES (BOUNDS + 32)
@@ -31,8 +31,9 @@ INLINE int ends_ahead(const Span& x, const Span& y) { return x.first ? early(y) 
 // The span before x, the s-th; of a piece's first span its last
 INLINE Span span_before(const Args& a, const Span& x, int s) { return span_of(a, x.first ? s + spans_a_row(a) - 1 : s - 1); }
 
-#define OVER 1    // nothing else will be asked for
-#define TURNED 2  // the second pass is without values
+#define TURNED 1  // the second pass is without values
+#define OVER 2    // nothing else will be asked for
+#define SENDS 4   // what leaves the piece is there, to be sent
 // Chunks `first` to `stop` (not included) of those under way: `n` a pass, from token t0 on; tokens from `end` on are zero.
 struct Asked { int t0, n, first, stop, end, how; };
 INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
@@ -41,9 +42,12 @@ INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
     sts32(to, j.t0); sts32(to + 4, j.n); sts32(to + 8, j.first);
     sts32(to + 12, j.stop); sts32(to + 16, j.end); sts32(to + 20, j.how);
   }
-  __syncthreads();
+  if (j.how & OVER) arrive_all();
+  else __syncthreads();
 }
 
+// They also send what leaves a piece, two at a time behind a chunk of theirs, since no link takes it from all programs at once, and
+// take what comes, where that has time until the span is done.
 INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base, int w, int lane) {
   const int from = w - ends_ahead(x, y);
   int t = from < 0 ? y.end + from * C : x.begin + (from - (x.first ? 0 : 2)) * C, end = from < 0 ? y.end : x.end;
@@ -52,14 +56,26 @@ INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base
   u32 at = base + ASKED;
   auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
 #pragma unroll 1
-  for (int c = w, stop = 0;;) {
+  for (int c = w, stop = 0, turn = 0;;) {
     make_chunk(a, t, end, h, values, base, w, lane);
     c += SLOTS;
-    while (c >= stop) {
-      if (stop && read(5) & OVER) return;
+    bool over = false;
+    while (c >= stop && !(over = stop && read(5) & OVER)) {
       __syncthreads();
       if (stop) at ^= 32;
       stop = read(3);
+      if (read(5) & SENDS) turn = c + (1 + (w >> 1)) * SLOTS;
+    }
+    if (over || (turn && c >= turn)) {
+      int s, h;  // read again, so that no register holds them meanwhile
+      const Span x = work_of(a, base + SAID, s, h);
+      if (turn) put_part(a.mail.leaving + ((u64)x.piece * a.H + h) * (D * D), a.mail, first_lane(a, x, h), base + LANES, w, lane);
+      turn = 0;
+      if (over) {
+        if (uniform(lds32(base + AGAIN)))
+          receive(a.mail.entering + ((u64)s * a.H + h) * (D * D), a.mail, first_lane(a, x, h), 0, w, lane, [] { __syncthreads(); });
+        return;
+      }
     }
     const int i = c - read(2), n = read(1), pass = i / n;
     t = read(0) + (i - pass * n) * C, end = read(4);
@@ -69,33 +85,6 @@ INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base
 }
 
 // -- states ------------------------------------------------------------------------------------------------------------
-
-// Send a state in registers by lanes that were claimed, by way of 1 KB of shared memory a warp, 16 channels of K at a time: chunks lie
-// elsewhere meanwhile.
-INLINE void put_beside(const float (&S)[16][4], u32 stage, const Mail& m, int first, u32 said, int w, int lane) {
-  const bool mine = lds32(said + (w >> 1) * 4);
-  u32* const room = room_of(m, m.me, m.target, first + (w >> 1)) + (w & 1) * 16;
-#pragma unroll
-  for (int part = 0; part < 8; part++) {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int k = i * 8 + 2 * (lane & 3) + (e & 1), v = (lane >> 2) + (e >> 1) * 8;
-        sts32(stage + k * 64 + (((v >> 2) ^ (k >> 1)) & 3) * 16 + (v & 3) * 4, __float_as_uint(S[2 * part + i][e]));
-      }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int k = i * 8 + (lane >> 2), v = lane & 3;
-      u32 x[4];
-      lds128(x, stage + k * 64 + ((v ^ (k >> 1)) & 3) * 16);
-      as_sent(x);
-      stg128_if(room + (part * 16 + k) * COLUMNS + v * 4, x, mine);
-    }
-    __syncwarp();
-  }
-}
 
 // A piece's n spans begin with the s0-th. One before its last whose map nobody looks for, though that was waited for, and which is this
 // program's to find now; -1: all are there. zeros: which forget. By eight warps.
@@ -182,8 +171,7 @@ INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c
     asm volatile("" : "+r"(lane));
     const u64 i = (u64)(s - (pass == BEFORE)) * a.H + h;
     if (pass == ENDS) {
-      if (m.keeps) put_state(S, m.leaving + ((u64)z.piece * a.H + h) * (D * D), w, lane);
-      if (m.target >= 0) put_beside(S, base + STAGE + w * 1024, m, first_lane(a, z, h), base + LANES, w, lane);
+      put_state(S, m.leaving + ((u64)z.piece * a.H + h) * (D * D), w, lane);
     } else {
       put_state(S, (pass == TURNS ? a.parts : m.adds) + i * (D * D), w, lane);
     }
@@ -230,9 +218,8 @@ INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, i
   asm volatile("" : "+r"(lane));
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
-  float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
-  receive(entering, a.mail, first_lane(a, x, h), 0, w, lane, [] { between_warps(); });
-  begin_with(S, entering, w, lane);
+  __syncthreads();  // it is there
+  begin_with(S, a.mail.entering + ((u64)s * a.H + h) * (D * D), w, lane);
   const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN));
   walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
 }
@@ -268,7 +255,8 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
     between_warps();  // nobody reads maps any more
   }
   const int t = uniform(x.begin) - before * C, stop = done + before + own;
-  ask(base, k, {t, before + own, done, stop + again, x.end, OVER});
+  const bool sends = x.first && f.x >= 0 && m.target >= 0;
+  ask(base, k, {t, before + own, done, stop + again, x.end, sends ? OVER | SENDS : OVER});
   const float* from = entering;
   if (x.first ? again : !whole) from = 0;
   else if (x.first && !whole && !comes) from = enter(a, x.piece, h, entering, w, lane);

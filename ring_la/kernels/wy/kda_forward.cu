@@ -215,7 +215,8 @@ INLINE void make_chunk(const Args& a, int t, int end, int h, bool values, u32 ba
 
 #if !FINDS
 // The chunks of `passes` over a span, n each, one to three; the second is without values, the third waits for OPEN. MAPS: see `early`.
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
+// MAILED: also sends what leaves the piece on the way of gradients.
+INLINE void produce(const Args& a, const Span& x, int s, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const u32 full = base + BARS + w * 16;
 #if MAPS
   const int before = early(x);
@@ -231,15 +232,28 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
       t = t0 + (c - before - pass * n) * C;
     }
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    make_chunk(a, t, x.end, h, pass != 1, base, w, lane);
+  }
+#elif MAILED
+  int turn = sends_back(a, x, s, h) ? w + (2 + (w >> 1)) * SLOTS : 0;  // two at a time, since no link takes it from all programs at once
+  for (int c = w; c < n || turn; c += SLOTS) {
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    if (c < n) make_chunk(a, t0 + c * C, x.end, h, true, base, w, lane);
+    if (turn && (c + SLOTS >= turn || c + SLOTS >= n)) {
+      turn = 0;
+      if (c < SLOTS) bar_wait(base + BARS + 8, 0);  // lanes are claimed before the first chunk is gone over
+      launch_before();                              // what leaves is there
+      put_part(a.mail.adds + ((u64)s * a.H + h) * (D * D), a.mail, first_lane(a, x, h), base + SAID + 16, w, lane);
+    }
+  }
 #else
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n;
     if (pass == 2) bar_wait(base + OPEN, 0);
-    const int t = t0 + (c - pass * n) * C;
-#endif
-    make_chunk(a, t, x.end, h, pass != 1, base, w, lane);
+    make_chunk(a, t0 + (c - pass * n) * C, x.end, h, pass != 1, base, w, lane);
   }
+#endif
 }
 #endif
 
@@ -494,10 +508,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 #if !MAILED
   launch_before();  // flags are there
 #else
-  if (x.first) {
-    launch_before();  // what leaves is there; others do not wait for it
-    send_back(a, x, s, h, base + SAID + 16, w, lane);
-  }
+  if (sends_back(a, x, s, h) && w == 7) claim(a.mail, first_lane(a, x, h), base + SAID + 16, lane);
 #endif
 #if LEAVES
   const int skip = x.first ? 0 : uniform(lds32(base + SAID + 4));
@@ -527,7 +538,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     for (int i = 0; i < 2; i++) bar_init(base + WORDS + i * 8, 1);
 #endif
     bars_ready();
-#if !MAPS
+#if MAILED && KEEP
+    sts32(base + SAID, a.count * a.heads - 1 - blockIdx.x);  // first spans have no chunks to begin early with, and come last
+#elif !MAPS
     sts32(base + SAID, number(a, a.given || a.side_by_side, DEFERRED));
 #endif
   }
@@ -541,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
     registers_down<FINDS ? 96 : 104>();
-    produce(a, x, h, 0, 0, 0, base, w, lane);
+    produce(a, x, s, h, 0, 0, 0, base, w, lane);
   } else {
     registers_up<FINDS ? 160 : 152>();
     const Reach r = reach(a, x, s, h, true, true, base + SAID, lane);
@@ -576,7 +589,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #if FINDS
     produce(a, x, span_before(a, x, s), h, base, w, lane);
 #else
-    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
+    produce(a, x, s, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
 #if MAILED
     if (uniform(x.first)) take_back(a, x, s, h, w, lane, [] { between_others(); });
 #endif

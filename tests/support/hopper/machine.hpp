@@ -111,9 +111,14 @@ template <class Given, class Work> inline void together(const char* doing, Given
   w.generation++;
   it().progress++;
 }
+inline bool arrive(Together& b, int threads) {  // whether it was the last
+  if (++b.there < threads) return false;
+  b.there = 0; b.generation++; it().progress++;
+  return true;
+}
 inline void barrier(Together& b, int threads, const char* what) {
   const uint64_t mine = b.generation;
-  if (++b.there == threads) { b.there = 0; b.generation++; it().progress++; return; }
+  if (arrive(b, threads)) return;
   wait_for(what, [&] { return b.generation != mine; });
 }
 
