@@ -43,7 +43,7 @@ INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
     sts32(to + 12, j.stop); sts32(to + 16, j.end); sts32(to + 20, j.how);
   }
   if (j.how & OVER) arrive_all();
-  else __syncthreads();
+  else between_all();
 }
 
 // They also send what leaves a piece, two at a time behind a chunk of theirs, since no link takes it from all programs at once, and
@@ -61,7 +61,7 @@ INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base
     c += SLOTS;
     bool over = false;
     while (c >= stop && !(over = stop && read(5) & OVER)) {
-      __syncthreads();
+      between_all();
       if (stop) at ^= 32;
       stop = read(3);
       if (read(5) & SENDS) turn = c + (1 + (w >> 1)) * SLOTS;

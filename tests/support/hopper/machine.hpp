@@ -51,7 +51,7 @@ struct Program {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::map<uint32_t, Bar> bars;
-  Together all, some, pairs[14];  // __syncthreads, the named barrier of the first 256 that come, those of two warps
+  Together all, some, both, pairs[14];  // __syncthreads, the named barriers of the first 256 that come and of 512, those of two warps
   int over = 0;
   bool waited = false;  // whether a thread of it has waited for the launch before
 };
