@@ -298,9 +298,11 @@ def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [320 * i for i in range(4)]
 
 
-@pytest.mark.parametrize("beside", [2, 64])
-def test_first_chunks_of_kda_again(monkeypatch, beside):
+@pytest.mark.parametrize(("beside", "senders"), [(2, 3), (64, 0)])
+def test_first_chunks_of_kda_again(monkeypatch, beside, senders):
+    """What leaves a rank is sent by programs of their own, or by those of first spans."""
     monkeypatch.setattr(Emulated, "BESIDE", beside)
+    monkeypatch.setattr(kda_launches, "SENDERS", senders)
     x, cuts = of_three_spans(monkeypatch)
     (S0, dS), do = torch.randn(2, 1, 1, 3, 128, 128), torch.randn_like(x["v"])
     function, kernels, rule = RULES["kda"]

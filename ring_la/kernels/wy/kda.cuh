@@ -41,6 +41,10 @@ struct Args {
 #endif
 };
 
+#if MAILED
+// Programs behind all others, which only send what leaves pieces
+INLINE int senders(const Args& a) { return gridDim.x - a.count * a.heads; }
+#endif
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 
 // Eight tokens of a run from `begin` on, going right or left (`back`), as one warp reads them, four channels a lane.

@@ -33,7 +33,6 @@ INLINE Span span_before(const Args& a, const Span& x, int s) { return span_of(a,
 
 #define TURNED 1  // the second pass is without values
 #define OVER 2    // nothing else will be asked for
-#define SENDS 4   // what leaves the piece is there, to be sent
 // Chunks `first` to `stop` (not included) of those under way: `n` a pass, from token t0 on; tokens from `end` on are zero.
 struct Asked { int t0, n, first, stop, end, how; };
 INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
@@ -46,8 +45,7 @@ INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
   else between_all();
 }
 
-// They also send what leaves a piece, two at a time behind a chunk of theirs, since no link takes it from all programs at once, and
-// take what comes, where that has time until the span is done.
+// They also take what comes, where that has time until the span is done.
 INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base, int w, int lane) {
   const int from = w - ends_ahead(x, y);
   int t = from < 0 ? y.end + from * C : x.begin + (from - (x.first ? 0 : 2)) * C, end = from < 0 ? y.end : x.end;
@@ -56,26 +54,21 @@ INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base
   u32 at = base + ASKED;
   auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
 #pragma unroll 1
-  for (int c = w, stop = 0, turn = 0;;) {
+  for (int c = w, stop = 0;;) {
     make_chunk(a, t, end, h, values, base, w, lane);
     c += SLOTS;
-    bool over = false;
-    while (c >= stop && !(over = stop && read(5) & OVER)) {
+    while (c >= stop) {
+      if (stop && read(5) & OVER) {
+        if (uniform(lds32(base + AGAIN))) {
+          int s, h;  // read again, so that no register holds them meanwhile
+          const Span x = work_of(a, base + SAID, s, h);
+          receive(a.mail.entering + ((u64)s * a.H + h) * (D * D), a.mail, first_lane(a, x, h), 0, w, lane, [] { __syncthreads(); });
+        }
+        return;
+      }
       between_all();
       if (stop) at ^= 32;
       stop = read(3);
-      if (read(5) & SENDS) turn = c + (1 + (w >> 1)) * SLOTS;
-    }
-    if (over || (turn && c >= turn)) {
-      int s, h;  // read again, so that no register holds them meanwhile
-      const Span x = work_of(a, base + SAID, s, h);
-      if (turn) put_part(a.mail.leaving + ((u64)x.piece * a.H + h) * (D * D), a.mail, first_lane(a, x, h), base + LANES, w, lane);
-      turn = 0;
-      if (over) {
-        if (uniform(lds32(base + AGAIN)))
-          receive(a.mail.entering + ((u64)s * a.H + h) * (D * D), a.mail, first_lane(a, x, h), 0, w, lane, [] { __syncthreads(); });
-        return;
-      }
     }
     const int i = c - read(2), n = read(1), pass = i / n;
     t = read(0) + (i - pass * n) * C, end = read(4);
@@ -143,7 +136,7 @@ INLINE int forgets_before(const Args& a, int t, int h, u32 base, int w, int lane
 #define ENDS 3   // and what leaves the piece, if its last span does
 
 // What span z, the s-th, does to a state; or (`forgets`: by how many chunks, of its last span) what leaves the piece, which goes where it
-// is wanted. `c` chunks are done.
+// is wanted, by `senders` if there are some. `c` chunks are done.
 INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
   const Mail& m = a.mail;
   const bool ends = forgets >= 0;
@@ -171,7 +164,12 @@ INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c
     asm volatile("" : "+r"(lane));
     const u64 i = (u64)(s - (pass == BEFORE)) * a.H + h;
     if (pass == ENDS) {
-      put_state(S, m.leaving + ((u64)z.piece * a.H + h) * (D * D), w, lane);
+      float* const leaving = m.leaving + ((u64)z.piece * a.H + h) * (D * D);
+      put_state(S, leaving, w, lane);
+      if (m.target >= 0 && !senders(a)) {
+        between_warps();
+        send(leaving, m, first_lane(a, z, h), base + LANES, w, lane, [] { between_warps(); });
+      }
     } else {
       put_state(S, (pass == TURNS ? a.parts : m.adds) + i * (D * D), w, lane);
     }
@@ -198,6 +196,7 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
   int z = x.first ? s0 + spans - 1 : s - 1;
   if (forgets < 0 && !x.first && !seek(a, z, h, base + HEARD, w, lane)) return 0;  // the first span's program does
   const u64 mine = forgets < 0 ? 0 : 1ull << (z - s0);
+  if (forgets < 0 && x.first && w == 0 && lane == 0) store_release(known(a, z, h), SOUGHT);  // senders have nothing to send
 #pragma unroll 1
   for (bool last = true; z >= 0; last = false) {
     if (forgets < 0 || (last && ends)) find(a, span_of(a, z), z, h, forgets, c, k, base, w, lane);
@@ -238,7 +237,6 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
   float* const entering = m.entering + ((u64)s * a.H + h) * (D * D);
   const int lanes = first_lane(a, x, h), own = chunks_of(x);
   int c = 0, k = 0;  // chunks that are done; what was asked for
-  if (x.first && m.target >= 0 && w == 7) claim(m, lanes, base + LANES, lane);
   const Forgets f = forgetting(a, y.end, x.begin + 2 * C, y.end - y.begin >= 2 * C, x.first && comes && own >= SLOTS, -1, h, base + BOUNDS,
                                w, lane, [] { between_warps(); });
   launch_before();  // flags are there
@@ -251,12 +249,12 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
   if (w == 0 && lane == 0) sts32(base + AGAIN, again);
   if (whole && x.first) {
     const bool sends = f.x < 0 && m.target >= 0, ends = sends || (f.x < 0 && m.keeps);
+    if (sends && w == 0) claim(m, lanes, base + LANES, lane);
     carry<true>(a, x, s, h, zeros, sends, ends, false, base, base + WORDS, base + LANES, w, lane);
     between_warps();  // nobody reads maps any more
   }
   const int t = uniform(x.begin) - before * C, stop = done + before + own;
-  const bool sends = x.first && f.x >= 0 && m.target >= 0;
-  ask(base, k, {t, before + own, done, stop + again, x.end, sends ? OVER | SENDS : OVER});
+  ask(base, k, {t, before + own, done, stop + again, x.end, OVER});
   const float* from = entering;
   if (x.first ? again : !whole) from = 0;
   else if (x.first && !whole && !comes) from = enter(a, x.piece, h, entering, w, lane);

@@ -215,8 +215,7 @@ INLINE void make_chunk(const Args& a, int t, int end, int h, bool values, u32 ba
 
 #if !FINDS
 // The chunks of `passes` over a span, n each, one to three; the second is without values, the third waits for OPEN. MAPS: see `early`.
-// MAILED: also sends what leaves the piece on the way of gradients.
-INLINE void produce(const Args& a, const Span& x, int s, int h, int t0, int n, int passes, u32 base, int w, int lane) {
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const u32 full = base + BARS + w * 16;
 #if MAPS
   const int before = early(x);
@@ -233,18 +232,6 @@ INLINE void produce(const Args& a, const Span& x, int s, int h, int t0, int n, i
     }
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     make_chunk(a, t, x.end, h, pass != 1, base, w, lane);
-  }
-#elif MAILED
-  int turn = sends_back(a, x, s, h) ? w + (2 + (w >> 1)) * SLOTS : 0;  // two at a time, since no link takes it from all programs at once
-  for (int c = w; c < n || turn; c += SLOTS) {
-    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    if (c < n) make_chunk(a, t0 + c * C, x.end, h, true, base, w, lane);
-    if (turn && (c + SLOTS >= turn || c + SLOTS >= n)) {
-      turn = 0;
-      if (c < SLOTS) bar_wait(base + BARS + 8, 0);  // lanes are claimed before the first chunk is gone over
-      launch_before();                              // what leaves is there
-      put_part(a.mail.adds + ((u64)s * a.H + h) * (D * D), a.mail, first_lane(a, x, h), base + SAID + 16, w, lane);
-    }
   }
 #else
   for (int c = w; c < n * passes; c += SLOTS) {
@@ -508,7 +495,10 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 #if !MAILED
   launch_before();  // flags are there
 #else
-  if (sends_back(a, x, s, h) && w == 7) claim(a.mail, first_lane(a, x, h), base + SAID + 16, lane);
+  if (x.first && !senders(a)) {
+    launch_before();  // what leaves is there
+    send_back(a, x, s, h, base + SAID + 16, w, lane, [] { between_warps(); });
+  }
 #endif
 #if LEAVES
   const int skip = x.first ? 0 : uniform(lds32(base + SAID + 4));
@@ -521,6 +511,30 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
     begin_with(S, entering(a, x.piece, s, h, x.first, skip == 2), w, lane);
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
   if (!a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+}
+#endif
+
+#if MAILED
+// Programs that only send what leaves pieces, two at a time, where multiprocessors are left: others would wait for the link. `who`: the
+// number of these eight warps among `all`; they `sync`.
+template <class Sync> INLINE void send_all(const Args& a, int who, int all, u32 said, int w, int lane, Sync sync) {
+  const Mail& m = a.mail;
+  const int spans = spans_a_row(a);
+  if (m.target < 0) return;
+  launch_before();  // flags are there, or what leaves
+#pragma unroll 1
+  for (int i = who; i < a.pieces * a.H; i += all) {
+    const int piece = i / a.H, h = i % a.H, s = piece * spans;
+    const Span x = span_of(a, s);
+#if KEEP
+    send_back(a, x, s, h, said, w, lane, sync);
+#else
+    int found;
+    while (!(found = load_acquire(known(a, s + spans - 1, h)))) {}
+    if (found == FORGETS) send(m.leaving + ((u64)piece * a.H + h) * (D * D), m, first_lane(a, x, h), said, w, lane, sync);
+#endif
+    sync();  // words are read
+  }
 }
 #endif
 
@@ -539,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #endif
     bars_ready();
 #if MAILED && KEEP
-    sts32(base + SAID, a.count * a.heads - 1 - blockIdx.x);  // first spans have no chunks to begin early with, and come last
+    sts32(base + SAID, a.count * a.heads - 1 - (int)blockIdx.x);  // first spans have no chunks to begin early with, and come last
 #elif !MAPS
     sts32(base + SAID, number(a, a.given || a.side_by_side, DEFERRED));
 #endif
@@ -554,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
     registers_down<FINDS ? 96 : 104>();
-    produce(a, x, s, h, 0, 0, 0, base, w, lane);
+    produce(a, x, h, 0, 0, 0, base, w, lane);
   } else {
     registers_up<FINDS ? 160 : 152>();
     const Reach r = reach(a, x, s, h, true, true, base + SAID, lane);
@@ -567,10 +581,18 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     });
   }
 #else
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if MAILED
+  const int who = (blockIdx.x - a.count * a.heads) * 2, all = senders(a) * 2;
+  if (who >= 0) {
+    if (uniform(tid >> 8)) send_all(a, who + 1, all, base + 16, w, lane, [] { between_others(); });
+    else send_all(a, who, all, base, w, lane, [] { between_warps(); });
+    return;
+  }
+#endif
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
-  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if DEFERRED
   if (x.first || load_acquire(decided(a, s, h)) != 2) return;
   const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
@@ -589,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #if FINDS
     produce(a, x, span_before(a, x, s), h, base, w, lane);
 #else
-    produce(a, x, s, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
+    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
 #if MAILED
     if (uniform(x.first)) take_back(a, x, s, h, w, lane, [] { between_others(); });
 #endif

@@ -32,6 +32,8 @@ SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
 CARRYING = 4
 """Chunks that sending and taking a state are worth."""
+SENDERS = 4
+"""Programs that only send states, at most."""
 SPANS, TOKENS = 4, 8192
 """Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens
 before the state that enters is there."""
@@ -67,6 +69,11 @@ def multiprocessors(device: torch.device) -> int:
 def side_by_side(programs: int, device: torch.device) -> bool:
     """Whether they all run at once: none has to take its number in the order that they begin in."""
     return programs <= multiprocessors(device)
+
+
+def senders(programs: int, device: torch.device) -> int:
+    """Programs that only send states, beside those that a launch has: on what multiprocessors are left."""
+    return min(SENDERS, max(0, multiprocessors(device) - programs))
 
 
 def as_read(inputs: Inputs) -> Inputs:
@@ -178,14 +185,15 @@ class KDACall:
         waits, flags = passing.waits, passing.zero
         flags = zeros(2 * count * H + 2, x.v.device) if waits else flags
         programs = count * len(heads)
+        mailed = bool(passing.mail)
+        beside = senders(programs, x.v.device) if mailed and name != "backward" else 0
         arguments: Any = (
-            programs, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
+            programs + beside, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, passing.squares, passing.image, passing.arrived, *kept, x.v.shape[1], H,
             x.q.shape[2], count, self.length, self.pieces, heads.start, len(heads), passing.given,
             side_by_side(programs, x.v.device), -self.outer if further else self.outer, self.scale, *passing.mail,
             *further,
         )  # fmt: skip
-        mailed = bool(passing.mail)
         early = waits or (mailed and name != "backward")  # beside the launch that finds maps
         kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=early, mailed=mailed)(*arguments)
         if ahead:

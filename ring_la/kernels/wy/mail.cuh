@@ -82,18 +82,14 @@ template <class Read> INLINE void put(const Mail& m, int first, u32 said, int w,
     stg128_if(room_of(m, m.me, m.target, first + unit) + (i & 1023) * 4, x, lds32(said + unit * 4));
   }
 }
-// The same of the state `from`; each warp sends a part of it, when it likes.
-INLINE void put_part(const float* from, const Mail& m, int first, u32 said, int w, int lane) {
-  put(m, first, said, w, lane, [&](u32* x, int i) {
-    const float4 y = *(const float4*)(from + place(i));
-    x[0] = __float_as_uint(y.x); x[1] = __float_as_uint(y.y); x[2] = __float_as_uint(y.z); x[3] = __float_as_uint(y.w);
-  });
-}
 // Claim the lanes, and send the state `from`. By eight warps that `sync`.
 template <class Sync> INLINE void send(const float* from, const Mail& m, int first, u32 said, int w, int lane, Sync sync) {
   if (w == 0) claim(m, first, said, lane);
   sync();
-  put_part(from, m, first, said, w, lane);
+  put(m, first, said, w, lane, [&](u32* x, int i) {
+    const float4 y = *(const float4*)(from + place(i));
+    x[0] = __float_as_uint(y.x); x[1] = __float_as_uint(y.y); x[2] = __float_as_uint(y.z); x[3] = __float_as_uint(y.w);
+  });
 }
 // The same of a state in registers, by way of 64 KB of shared memory; its lanes were claimed.
 INLINE void put_from(const float (&S)[16][4], u32 at, const Mail& m, int first, u32 said, int w, int lane) {
@@ -163,10 +159,12 @@ template <bool FORWARD, class Args> INLINE u64 zeros_of(const Args& a, int s, in
   return (u64)half(lane + 32) << 32 | low;
 }
 
-// Whether what leaves a piece on the way of gradients is sent before that launch, since nothing that comes is in it; x, the s-th, is its
-// first span by tokens.
-template <class Args> INLINE bool sends_back(const Args& a, const Span& x, int s, int h) {
-  return x.first && a.mail.target >= 0 && uniform(a.mail.zero[s * a.H + h]);
+// What leaves a piece, where nothing that comes is in it; x, the s-th, is its first span by tokens, and the last on the way of
+// gradients. By eight warps that `sync`.
+template <class Args, class Sync> INLINE void send_back(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane, Sync sync) {
+  const Mail& m = a.mail;
+  const u64 at = (u64)s * a.H + h;
+  if (m.target >= 0 && uniform(m.zero[at])) send(m.adds + at * (D * D), m, first_lane(a, x, h), said, w, lane, sync);
 }
 // What enters it, if the span that it enters passes none of that on.
 template <class Args, class Sync> INLINE void take_back(const Args& a, const Span& x, int s, int h, int w, int lane, Sync sync) {

@@ -62,6 +62,7 @@ struct Machine {
   std::function<void()> kernel;
   std::vector<Late> late_writes;  // of the launch before, made as late as they may be: when a thread waits for it
   bool early = false;  // whether this launch began before that one had ended
+  int programs = 0;    // of this launch
   Fiber* now = nullptr;
   jmp_buf home;
   uint64_t progress = 0;
@@ -161,6 +162,7 @@ inline void resume(Fiber& f) {
 
 // `programs` of `threads` each, `beside` of them at a time. An empty string, or what failed.
 inline std::string run(std::function<void()> kernel, int programs, int threads, int shared, int beside, unsigned seed) {
+  it().programs = programs;
   Machine& m = it();
   m.kernel = kernel;
   m.failure = "";
@@ -235,6 +237,8 @@ struct ThreadIndex { struct { operator int() const { return machine::thread(); }
 static ThreadIndex threadIdx;
 struct ProgramIndex { struct { operator int() const { return machine::here().number; } } x; };
 static ProgramIndex blockIdx;
+struct ProgramCount { struct { operator int() const { return machine::it().programs; } } x; };
+static ProgramCount gridDim;
 __align__(1024) char smem[1];  // stands for a program's shared memory
 
 inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
