@@ -150,13 +150,9 @@ CARRY = {"delta": {"gdn_forward", "gdn_backward"}, "kda": {"kda_forward", "kda_f
 
 
 class Maps(NamedTuple):
-    """Where a launch of KDA's that finds maps has them among its arguments."""
+    """Where a launch of KDA's that finds maps of gradients has them among its arguments."""
 
-    flags: int = 11
     states: int = 12
-    parts: int = 13
-    squares: int = 14
-    image: int = 15
     arrived: int = 16
 
 
@@ -298,11 +294,11 @@ def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [320 * i for i in range(4)]
 
 
-@pytest.mark.parametrize(("beside", "senders"), [(2, 3), (64, 0)])
-def test_first_chunks_of_kda_again(monkeypatch, beside, senders):
-    """What leaves a rank is sent by programs of their own, or by those of first spans."""
-    monkeypatch.setattr(Emulated, "BESIDE", beside)
-    monkeypatch.setattr(kda_launches, "SENDERS", senders)
+@pytest.mark.parametrize(("at_a_time", "helping"), [(2, 3), (64, 0)])
+def test_first_chunks_of_kda_again(monkeypatch, at_a_time, helping):
+    """States are sent and taken by programs of their own, or by those of first spans."""
+    monkeypatch.setattr(Emulated, "BESIDE", at_a_time)
+    monkeypatch.setattr(kda_launches, "BESIDE", helping)
     x, cuts = of_three_spans(monkeypatch)
     (S0, dS), do = torch.randn(2, 1, 1, 3, 128, 128), torch.randn_like(x["v"])
     function, kernels, rule = RULES["kda"]

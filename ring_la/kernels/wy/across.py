@@ -138,7 +138,7 @@ def _maps(call: GDNCall | KDACall, arrived: Tensor | None) -> tuple[SpanMaps, Pa
     """Room for those, and a launch's part of it; images where states are carried."""
     B, _, H, _ = call.inputs.v.shape
     spans = B, call.count // B, H
-    zero, squares = call.new(*spans, dtype=torch.int32), call.new(*spans, 8)
+    zero, squares = call.new(2, *spans, dtype=torch.int32)[0], call.new(*spans, 8)  # KDA's kernels read both
     found = SpanMaps("dense", _room(call), _room(call), True, zero, squares)
     if arrived is not None:
         found = found._replace(image=_images(call))
@@ -247,7 +247,8 @@ class KDASpans:
         return o, (entering,) if keep else ()
 
     def add_back(self, call: KDACall, maps: SpanMaps, saved: Saved, do: Tensor, arrived: Tensor | None) -> None:
-        further, passing = (do, *(None,) * 5), Passing(maps.own, maps=True, arrived=arrived)
+        known = maps.zero if arrived is not None else None
+        further, passing = (do, *(None,) * 5), Passing(maps.own, maps=True, zero=known, arrived=arrived)
         call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
 
     def prepared(self, call: KDACall, saved: Saved) -> Chunks:

@@ -22,7 +22,7 @@ struct Args {
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS:
-                         // forward, whether spans' transitions are 0 and not written, [count, H]
+                         // forward, whether spans' transitions are 0 and not written, [count, H]; backward, null or `Mail::zero`
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS: spans' transitions, [count, H, K, K]
   float* squares;        // MAPS, forward: of these, [count, H, 8]
@@ -42,8 +42,8 @@ struct Args {
 };
 
 #if MAILED
-// Programs behind all others, which only send what leaves pieces
-INLINE int senders(const Args& a) { return gridDim.x - a.count * a.heads; }
+// Programs behind those of spans, which send and take states for them
+INLINE int beside(const Args& a) { return gridDim.x - a.count * a.heads; }
 #endif
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 
@@ -121,39 +121,54 @@ INLINE void bound(float (&u)[4], const Args& a, int begin, int h, bool back, u32
   if (lane == 0) sts32(at, __float_as_uint(most));
 }
 
-// How many chunks, one or two, before token t (`step` -1) or from it on (1) forget what enters them, or -1; and of token u; of those that
-// are asked for. Two warps each find the bounds of both chunks at once, from ones; their product bounds what both leave. Where that
-// is not small enough, the farther one's goes on through the nearer chunk. By all warps that `sync`, the w-th of which this is.
-template <class Sync>
-INLINE Forgets forgetting(const Args& a, int t, int u, bool for_t, bool for_u, int step, int h, u32 said, int w, int lane, Sync sync) {
-  int x = for_t ? 0 : -1, y = for_u ? 0 : -1;
+// Whether chunks before token t, or (`back`) from it on, forget what enters them, if that is asked
+struct Question { int t; bool asked, back; };
+// How many chunks do, one or two, or -1. Two warps a question find the bounds of both chunks at once, from ones; their product bounds
+// what both leave. Where that is not small enough, the farther one's goes on through the nearer chunk. By all warps that `sync`, the w-th
+// of which this is.
+template <int N, class Sync>
+INLINE void forgetting(int (&found)[N], const Args& a, const Question (&asked)[N], int h, u32 said, int w, int lane, Sync sync) {
+  bool open = false;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    found[i] = asked[i].asked ? 0 : -1;
+    open |= asked[i].asked;
+  }
   float left[4] = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll 1
-  for (int round = 0; !x || !y; round++) {
-    const int part = w & 1;
-    if (w < 4 && !(w < 2 ? x : y) && part >= round) {
-      const int chunk = part - round, from = w < 2 ? t : u;  // 0: the nearer one
-      bound(left, a, from + (step < 0 ? -(chunk + 1) * C : chunk * C), h, step > 0, said + (w >> 1) * 16 + (part + round) * 4, lane);
-    }
+  for (int round = 0; open; round++) {
+    const int part = w & 1, chunk = part - round;  // 0: the nearer one
+    int t = 0;
+    bool mine = false, back = false;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (w >> 1 == i) t = asked[i].t, back = asked[i].back, mine = !found[i];
+    if (mine && chunk >= 0) bound(left, a, t + (back ? chunk : -(chunk + 1)) * C, h, back, said + (w >> 1) * 16 + (part + round) * 4, lane);
     sync();
-    auto verdict = [&](u32 at) {
+    open = false;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      if (found[i]) continue;
+      const u32 at = said + i * 16;
       const float near = lds(at), far = lds(at + 4);
-      return uniform(round ? (lds(at + 8) < FORGOTTEN ? 2 : -1) : near < FORGOTTEN ? 1 : near * far < FORGOTTEN ? 2 : 0);
-    };
-    if (!x) x = verdict(said);
-    if (!y) y = verdict(said + 16);
+      found[i] = uniform(round ? (lds(at + 8) < FORGOTTEN ? 2 : -1) : near < FORGOTTEN ? 1 : near * far < FORGOTTEN ? 2 : 0);
+      open |= !found[i];
+    }
   }
-  return {x, y};
 }
 // The same by eight warps of token t, which has `there` tokens that count, and of u, which has `here`, if asked (`both`).
 INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int step, int h, bool both, u32 said, int lane) {
-  const int w = uniform(threadIdx.x >> 5);
-  return forgetting(a, t, u, there >= 2 * C, both && here >= 2 * C, step, h, said, w, lane, [] { between_warps(); });
+  const bool back = step > 0;
+  int found[2];
+  forgetting(found, a, {{t, there >= 2 * C, back}, {u, both && here >= 2 * C, back}}, h, said, uniform(threadIdx.x >> 5), lane,
+             [] { between_warps(); });
+  return {found[0], found[1]};
 }
 // Of chunks that a span begins early (backward: late), how many come before it starts from zero; 2: it does not. By eight warps.
 INLINE int chunks_to_skip(const Args& a, int t, int step, int h, u32 said, int w, int lane) {
-  const int found = forgetting(a, t, t, true, false, step, h, said, w, lane, [] { between_warps(); }).x;
-  return found < 0 ? 2 : 2 - found;
+  int found[1];
+  forgetting(found, a, {{t, true, step > 0}}, h, said, w, lane, [] { between_warps(); });
+  return found[0] < 0 ? 2 : 2 - found[0];
 }
 
 // The gates of token i and this lane's four channels, in rows of 512 bytes

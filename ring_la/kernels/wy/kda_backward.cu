@@ -691,6 +691,8 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
 #endif
 #if LEAVES
   const int skip = x.last ? 0 : uniform(lds32(base + SAID + 4));
+#elif MAILED
+  const int forgets = x.last ? 2 : uniform(a.mail.zero[(a.count + s + 1) * a.H + h]), skip = forgets ? 2 - forgets : 2;
 #else
   const int skip = decide(a, x, y, s, h, base + SAID, w, lane);
 #endif
@@ -746,7 +748,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     else hear(base + TOLD);
   } else {
     registers_up<200>();
-    const Reach r = reach(a, x, s, h, false, true, base + SAID, lane);
+    const Reach r = reach(a, x, s, h, false, true, base + SAID, lane, a.flags ? a.flags + a.count * a.H : 0);
     tell(r, 1, base + TOLD);
     const int stop = r.whole ? early(x) + r.n : r.n ? early(x) : 0;
     find_maps(a, s, h, 1, r.n, base, w, lane, [&](float (&S)[16][4], int c) {

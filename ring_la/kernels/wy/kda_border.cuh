@@ -13,7 +13,7 @@
 #define WORDS STAGE           // two barriers for maps; what is asked, two at a time; bounds; which lanes are claimed; what was heard
 #define ASKED ((WORDS + 79) & ~63)
 #define BOUNDS (ASKED + 64)
-#define LANES (BOUNDS + 32)
+#define LANES (BOUNDS + 48)
 #define HEARD (LANES + 16)
 #define AGAIN (HEARD + 16)    // how many chunks are gone over again
 #define PATIENT 64            // times that it is asked who looks for a map; each takes a microsecond or more
@@ -22,6 +22,12 @@
 #define SOUGHT 2  // its map is being found,
 #define FOUND 3   // and there
 INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }
+// Of a piece's first span, s: whether what enters it is THERE, or is ASKED for, by a program of those `beside`, or is not
+INLINE int* enters(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }
+#define THERE 1
+#define ASKED_FOR 2
+#define UNASKED 3
+INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads nothing else
 
 // -- chunks ------------------------------------------------------------------------------------------------------------
 // Those who make chunks begin before anything is known, with a slot each: of the piece's last chunks two, and the span's, or the two
@@ -45,7 +51,6 @@ INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
   else between_all();
 }
 
-// They also take what comes, where that has time until the span is done.
 INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base, int w, int lane) {
   const int from = w - ends_ahead(x, y);
   int t = from < 0 ? y.end + from * C : x.begin + (from - (x.first ? 0 : 2)) * C, end = from < 0 ? y.end : x.end;
@@ -58,14 +63,7 @@ INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base
     make_chunk(a, t, end, h, values, base, w, lane);
     c += SLOTS;
     while (c >= stop) {
-      if (stop && read(5) & OVER) {
-        if (uniform(lds32(base + AGAIN))) {
-          int s, h;  // read again, so that no register holds them meanwhile
-          const Span x = work_of(a, base + SAID, s, h);
-          receive(a.mail.entering + ((u64)s * a.H + h) * (D * D), a.mail, first_lane(a, x, h), 0, w, lane, [] { __syncthreads(); });
-        }
-        return;
-      }
+      if (stop && read(5) & OVER) return;
       between_all();
       if (stop) at ^= 32;
       stop = read(3);
@@ -100,7 +98,7 @@ INLINE int unsought(const Args& a, int s0, int n, int h, u64& zeros, u32 said, i
         break;
       }
     }
-    copies_fence();  // maps are copied in
+    if (~zero & ones(n - 1)) copies_fence();  // maps are copied in
     if (lane == 0) {
       sts32(said, s);
       sts64(said + 8, (u32)zero, (u32)(zero >> 32));
@@ -127,7 +125,9 @@ INLINE int chunks_of(const Span& x) { return uniform((x.end - x.begin + C - 1) /
 // By how many chunks the span that ends before token t forgets what enters it, or -1
 INLINE int forgets_before(const Args& a, int t, int h, u32 base, int w, int lane) {
   between_warps();  // words are read
-  return forgetting(a, t, t, true, false, -1, h, base + BOUNDS, w, lane, [] { between_warps(); }).x;
+  int found[1];
+  forgetting(found, a, {{t, true, false}}, h, base + BOUNDS, w, lane, [] { between_warps(); });
+  return found[0];
 }
 
 #define ADDS 0   // passes of a program before its own span: what a span adds to what enters it,
@@ -136,7 +136,7 @@ INLINE int forgets_before(const Args& a, int t, int h, u32 base, int w, int lane
 #define ENDS 3   // and what leaves the piece, if its last span does
 
 // What span z, the s-th, does to a state; or (`forgets`: by how many chunks, of its last span) what leaves the piece, which goes where it
-// is wanted, by `senders` if there are some. `c` chunks are done.
+// is wanted, by programs `beside` if there are some. `c` chunks are done.
 INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
   const Mail& m = a.mail;
   const bool ends = forgets >= 0;
@@ -166,7 +166,7 @@ INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c
     if (pass == ENDS) {
       float* const leaving = m.leaving + ((u64)z.piece * a.H + h) * (D * D);
       put_state(S, leaving, w, lane);
-      if (m.target >= 0 && !senders(a)) {
+      if (m.target >= 0 && !beside(a)) {
         between_warps();
         send(leaving, m, first_lane(a, z, h), base + LANES, w, lane, [] { between_warps(); });
       }
@@ -196,13 +196,16 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
   int z = x.first ? s0 + spans - 1 : s - 1;
   if (forgets < 0 && !x.first && !seek(a, z, h, base + HEARD, w, lane)) return 0;  // the first span's program does
   const u64 mine = forgets < 0 ? 0 : 1ull << (z - s0);
-  if (forgets < 0 && x.first && w == 0 && lane == 0) store_release(known(a, z, h), SOUGHT);  // senders have nothing to send
+  if (forgets < 0 && x.first && w == 0 && lane == 0) {  // those beside have nothing to do
+    say(known(a, z, h), SOUGHT);
+    say(enters(a, s, h), UNASKED);
+  }
 #pragma unroll 1
   for (bool last = true; z >= 0; last = false) {
     if (forgets < 0 || (last && ends)) find(a, span_of(a, z), z, h, forgets, c, k, base, w, lane);
     between_warps();  // all is written
-    if (w == 0 && lane == 0) {
-      a.mail.zero[z * a.H + h] = forgets >= 0;
+    if (w == 7 && lane == 0) {  // another one asks meanwhile
+      a.mail.zero[z * a.H + h] = max(forgets, 0);
       store_release(known(a, z, h), forgets < 0 ? FOUND : FORGETS);
     }
     if (!x.first) break;
@@ -217,38 +220,45 @@ INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, i
   asm volatile("" : "+r"(lane));
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
-  __syncthreads();  // it is there
-  begin_with(S, a.mail.entering + ((u64)s * a.H + h) * (D * D), w, lane);
+  float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
+  if (beside(a)) while (load_acquire(enters(a, s, h)) != THERE) {}
+  else receive(entering, a.mail, first_lane(a, x, h), 0, w, lane, [] { between_warps(); });
+  begin_with(S, entering, w, lane);
   const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN));
   walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
 }
 
-// What enters a piece where no rank sends it; null: zero. Also to its place, where gradients follow.
-INLINE const float* enter(const Args& a, int piece, int h, float* to, int w, int lane) {
-  const float* const from = a.mail.before ? a.mail.before + ((u64)piece * a.H + h) * (D * D) : 0;
-  if (a.mail.composes)
-    for (int i = w * 32 + lane; i < D * D / 4; i += 256) ((float4*)to)[i] = from ? ((const float4*)from)[i] : make_float4(0.f, 0.f, 0.f, 0.f);
-  return from;
+// What enters a piece where no rank sends it; null: zero
+INLINE const float* given(const Args& a, int piece, int h) { return a.mail.before ? a.mail.before + ((u64)piece * a.H + h) * (D * D) : 0; }
+// To its place, for gradients. By eight warps.
+INLINE void enter(const Args& a, int piece, int s, int h, int w, int lane) {
+  const float4* const from = (const float4*)given(a, piece, h);
+  float4* const to = (float4*)(a.mail.entering + ((u64)s * a.H + h) * (D * D));
+  for (int i = w * 32 + lane; i < D * D / 4; i += 256) to[i] = from ? from[i] : make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
+// y: the span before this one, or of a piece's first span the last
 INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u32 base, int w, int lane) {
   const Mail& m = a.mail;
   const bool comes = m.source >= 0;
   float* const entering = m.entering + ((u64)s * a.H + h) * (D * D);
   const int lanes = first_lane(a, x, h), own = chunks_of(x);
   int c = 0, k = 0;  // chunks that are done; what was asked for
-  const Forgets f = forgetting(a, y.end, x.begin + 2 * C, y.end - y.begin >= 2 * C, x.first && comes && own >= SLOTS, -1, h, base + BOUNDS,
-                               w, lane, [] { between_warps(); });
+  int forgets[3];    // of y's last chunks, of the span's first ones, and of these on the way of gradients
+  forgetting(forgets, a, {{y.end, y.end - y.begin >= 2 * C, false}, {x.begin + 2 * C, x.first && comes && own >= SLOTS, false},
+                          {x.begin, m.composes && x.end - x.begin >= 2 * C, true}}, h, base + BOUNDS, w, lane, [] { between_warps(); });
+  if (m.composes && w == 6 && lane == 0) m.zero[(a.count + s) * a.H + h] = max(forgets[2], 0);
   launch_before();  // flags are there
-  const u64 zeros = settle(a, x, s, h, f.x, c, k, base, w, lane);
-  const bool whole = x.first ? zeros != ones(spans_a_row(a)) : f.x < 0;  // it begins with what is carried, to here or from here
-  const int again = !whole && x.first && comes && f.y > 0 ? f.y : 0;     // chunks of it that are gone over again, with what comes
-  const int before = whole || x.first ? 0 : f.x;                         // and of those before it
+  const u64 zeros = settle(a, x, s, h, forgets[0], c, k, base, w, lane);
+  const bool whole = x.first ? zeros != ones(spans_a_row(a)) : forgets[0] < 0;       // it begins with what is carried, to here or from here
+  const int again = !whole && x.first && comes && forgets[1] > 0 ? forgets[1] : 0;   // chunks of it that are gone over again, with what comes
+  const int before = whole || x.first ? 0 : forgets[0];                              // and of those before it
   const int done = whole ? max(c, SLOTS) : x.first ? ends_ahead(x, y) : 2 - before;  // and chunks that are done by then
+  if (x.first && w == 7 && lane == 0) say(enters(a, s, h), again ? ASKED_FOR : UNASKED);
   discard(c, done, base, lane);
   if (w == 0 && lane == 0) sts32(base + AGAIN, again);
   if (whole && x.first) {
-    const bool sends = f.x < 0 && m.target >= 0, ends = sends || (f.x < 0 && m.keeps);
+    const bool sends = forgets[0] < 0 && m.target >= 0, ends = sends || (forgets[0] < 0 && m.keeps);
     if (sends && w == 0) claim(m, lanes, base + LANES, lane);
     carry<true>(a, x, s, h, zeros, sends, ends, false, base, base + WORDS, base + LANES, w, lane);
     between_warps();  // nobody reads maps any more
@@ -257,11 +267,49 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
   ask(base, k, {t, before + own, done, stop + again, x.end, OVER});
   const float* from = entering;
   if (x.first ? again : !whole) from = 0;
-  else if (x.first && !whole && !comes) from = enter(a, x.piece, h, entering, w, lane);
+  else if (x.first && !whole && !comes) from = given(a, x.piece, h);
   else if (x.first && !whole) receive(entering, m, lanes, 0, w, lane, [] { between_warps(); });
+  if (x.first && !whole && !comes && m.composes && !beside(a)) enter(a, x.piece, s, h, w, lane);
   while (!x.first && whole && !load_acquire(a.arrived + s * a.H + h)) {}
   float S[16][4];
   begin_with(S, from, w, lane);
   walk(S, a, h, t, uniform(x.begin) + again * C, uniform(x.end), 0, done, stop, 0, base, w, lane);
   if (uniform(lds32(base + AGAIN))) go_again(S, a, stop, base, w, lane);
+}
+
+// -- programs beside ------------------------------------------------------------------------------------------------------
+// Where multiprocessors are left, programs that send what leaves pieces and take what comes, while those of first spans go over these.
+// Eight warps, the `who`-th of `all`, have 32 pieces' heads at most.
+template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said, int w, int lane, Sync sync) {
+  const Mail& m = a.mail;
+  const int spans = spans_a_row(a), jobs = (a.pieces * a.H - who + all - 1) / all;
+  const int own = who + min(lane, jobs - 1) * all;  // a lane looks after one of them
+  u32 sends = m.target < 0 ? 0 : (u32)ones(jobs), takes = m.source < 0 ? 0 : (u32)ones(jobs);
+  launch_before();  // flags are there
+  if (m.composes && m.source < 0)
+    for (int i = who; i < a.pieces * a.H; i += all) enter(a, i / a.H, i / a.H * spans, i % a.H, w, lane);
+#pragma unroll 1
+  while (sends | takes) {
+    if (w == 0) {
+      const int s = own / a.H * spans, h = own % a.H;
+      const int end = load_acquire(known(a, s + spans - 1, h)), begin = load_acquire(enters(a, s, h));
+      const u32 some = __ballot_sync(~0u, end != 0) & sends, others = __ballot_sync(~0u, begin != 0) & takes;
+      const int j = 63 - __clzll(some ? some : others), x = __shfl_sync(~0u, some ? end : begin, max(j, 0));
+      if (lane == 0) sts64(said + 16, j < 0 ? 0 : some ? 1u << j : 0, j < 0 || some ? 0 : 1u << j), sts32(said + 24, x);
+    }
+    sync();
+    u32 now[2];
+    lds64(now, said + 16);
+    const int found = uniform(lds32(said + 24)), i = who + (63 - __clzll((u32)uniform(now[0] | now[1]))) * all;
+    const int piece = i / a.H, h = i % a.H, s = piece * spans;
+    const bool send_now = uniform(now[0]) && found == FORGETS, take_now = uniform(now[1]) && found == ASKED_FOR;
+    sends &= ~now[0], takes &= ~now[1];
+    if (send_now || take_now) {
+      const int lanes = first_lane(a, span_of(a, s), h);
+      if (send_now) send(m.leaving + ((u64)piece * a.H + h) * (D * D), m, lanes, said, w, lane, sync);
+      else receive(m.entering + ((u64)s * a.H + h) * (D * D), m, lanes, 0, w, lane, sync);
+      if (take_now && w == 1 && lane == 0) store_release(enters(a, s, h), THERE);
+    }
+    sync();  // words are read
+  }
 }

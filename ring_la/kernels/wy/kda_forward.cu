@@ -495,13 +495,15 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 #if !MAILED
   launch_before();  // flags are there
 #else
-  if (x.first && !senders(a)) {
+  if (x.first && !beside(a)) {
     launch_before();  // what leaves is there
     send_back(a, x, s, h, base + SAID + 16, w, lane, [] { between_warps(); });
   }
 #endif
 #if LEAVES
   const int skip = x.first ? 0 : uniform(lds32(base + SAID + 4));
+#elif MAILED
+  const int forgets = x.first ? 2 : uniform(a.mail.zero[(s - 1) * a.H + h]), skip = forgets ? 2 - forgets : 2;  // as the forward found
 #else
   const int skip = decide(a, x, s, h, base + SAID, w, lane);
 #endif
@@ -514,25 +516,14 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 }
 #endif
 
-#if MAILED
-// Programs that only send what leaves pieces, two at a time, where multiprocessors are left: others would wait for the link. `who`: the
-// number of these eight warps among `all`; they `sync`.
-template <class Sync> INLINE void send_all(const Args& a, int who, int all, u32 said, int w, int lane, Sync sync) {
-  const Mail& m = a.mail;
-  const int spans = spans_a_row(a);
-  if (m.target < 0) return;
-  launch_before();  // flags are there, or what leaves
+#if MAILED && KEEP
+// Programs beside those of spans send what leaves pieces on the way of gradients, as in kda_border.cuh.
+template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said, int w, int lane, Sync sync) {
+  launch_before();  // what leaves is there
 #pragma unroll 1
   for (int i = who; i < a.pieces * a.H; i += all) {
-    const int piece = i / a.H, h = i % a.H, s = piece * spans;
-    const Span x = span_of(a, s);
-#if KEEP
-    send_back(a, x, s, h, said, w, lane, sync);
-#else
-    int found;
-    while (!(found = load_acquire(known(a, s + spans - 1, h)))) {}
-    if (found == FORGETS) send(m.leaving + ((u64)piece * a.H + h) * (D * D), m, first_lane(a, x, h), said, w, lane, sync);
-#endif
+    const int s = i / a.H * spans_a_row(a);
+    send_back(a, span_of(a, s), s, i % a.H, said, w, lane, sync);
     sync();  // words are read
   }
 }
@@ -583,10 +574,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #else
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if MAILED
-  const int who = (blockIdx.x - a.count * a.heads) * 2, all = senders(a) * 2;
+  const int who = ((int)blockIdx.x - a.count * a.heads) * 2, all = beside(a) * 2;
   if (who >= 0) {
-    if (uniform(tid >> 8)) send_all(a, who + 1, all, base + 16, w, lane, [] { between_others(); });
-    else send_all(a, who, all, base, w, lane, [] { between_warps(); });
+    if (uniform(tid >> 8)) help(a, who + 1, all, base + 32, w, lane, [] { between_others(); });
+    else help(a, who, all, base, w, lane, [] { between_warps(); });
     return;
   }
 #endif

@@ -30,10 +30,10 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-CARRYING = 4
+CARRYING = 6
 """Chunks that sending and taking a state are worth."""
-SENDERS = 4
-"""Programs that only send states, at most."""
+BESIDE = 4
+"""Programs that only send and take states, at most."""
 SPANS, TOKENS = 4, 8192
 """Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens
 before the state that enters is there."""
@@ -71,9 +71,10 @@ def side_by_side(programs: int, device: torch.device) -> bool:
     return programs <= multiprocessors(device)
 
 
-def senders(programs: int, device: torch.device) -> int:
-    """Programs that only send states, beside those that a launch has: on what multiprocessors are left."""
-    return min(SENDERS, max(0, multiprocessors(device) - programs))
+def beside(programs: int, states: int, device: torch.device) -> int:
+    """Programs that only send and take those states, beside a launch's others: on what multiprocessors are left."""
+    left = max(0, min(BESIDE, multiprocessors(device) - programs))
+    return left if states <= 64 * left else 0  # each looks after two times 32
 
 
 def as_read(inputs: Inputs) -> Inputs:
@@ -186,9 +187,9 @@ class KDACall:
         flags = zeros(2 * count * H + 2, x.v.device) if waits else flags
         programs = count * len(heads)
         mailed = bool(passing.mail)
-        beside = senders(programs, x.v.device) if mailed and name != "backward" else 0
+        helping = beside(programs, self.pieces * H, x.v.device) if mailed and name != "backward" else 0
         arguments: Any = (
-            programs + beside, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
+            programs + helping, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, passing.squares, passing.image, passing.arrived, *kept, x.v.shape[1], H,
             x.q.shape[2], count, self.length, self.pieces, heads.start, len(heads), passing.given,
             side_by_side(programs, x.v.device), -self.outer if further else self.outer, self.scale, *passing.mail,

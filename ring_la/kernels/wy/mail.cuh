@@ -23,7 +23,8 @@ struct Mail {
   long long skip, patience;  // words of the mailboxes before the lanes; nanoseconds to wait for a rank
   float *adds, *squares;     // spans' maps, on this way, see `Args` of MAPS
   u16* images;
-  int* zero;                 // [count, H]: whether transitions are 0, and not there
+  int* zero;                 // [count, H]: whether transitions are 0, and not there; KDA, [2, count, H]: of how many chunks at spans'
+                             // ends, and on the way of gradients at their beginnings, that is found
   const float* before;       // [pieces, H, K, V]: what enters where no rank sends it; null: zero
   float* entering;           // [count, H, K, V]: what enters spans
   float* leaving;            // [pieces, H, K, V]: what leaves pieces

@@ -29,12 +29,15 @@ template <class Args> INLINE void decide_on(const Args& a, int s, int h, bool wa
 struct Reach { int t0, n, whole, forgets; };
 // Whether span x forgets what enters it, by how many chunks, or -1; and so y, the one behind it.
 struct Forgets { int x, y; };
-// Of x, the s-th, by all warps that `forgetting`, the rule's, asks for. `ends`: whether what leaves a piece is asked for here.
+// Of x, the s-th, by all warps that `forgetting`, the rule's, asks for. `ends`: whether what leaves a piece is asked for here. known: not
+// null: how many chunks of each span forget, or 0.
 template <class Args>
-INLINE Reach reach(const Args& a, const Span& x, int s, int h, bool forward, bool ends, u32 said, int lane) {
+INLINE Reach reach(const Args& a, const Span& x, int s, int h, bool forward, bool ends, u32 said, int lane, const int* known = 0) {
   const bool behind = !(forward ? x.last : x.first);
-  const Span y = span_of(a, behind ? (forward ? s + 1 : s - 1) : s);
-  const Forgets found = forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, h, behind, said, lane)
+  const int next = behind ? (forward ? s + 1 : s - 1) : s;
+  const Span y = span_of(a, next);
+  auto of = [&](int i) { return uniform(known[i * a.H + h]) ? uniform(known[i * a.H + h]) : -1; };
+  const Forgets found = known ? Forgets{of(s), of(next)} : forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, h, behind, said, lane)
                                 : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, h, behind, said, lane);
   if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C), 1, 0};
   if (behind ? found.y >= 0 : !ends) return {0, 0, 0, found.x};
