@@ -294,9 +294,10 @@ def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [320 * i for i in range(4)]
 
 
-@pytest.mark.parametrize(("at_a_time", "helping"), [(2, 3), (64, 0)])
+@pytest.mark.parametrize(("at_a_time", "helping"), [(2, 3), (64, 0), (64, 3)])
 def test_first_chunks_of_kda_again(monkeypatch, at_a_time, helping):
-    """States are sent and taken by programs of their own, or by those of first spans."""
+    """States are sent and taken by programs of their own, or by those of first spans: where there are none, or those are
+    kept out."""
     monkeypatch.setattr(Emulated, "BESIDE", at_a_time)
     monkeypatch.setattr(kda_launches, "BESIDE", helping)
     x, cuts = of_three_spans(monkeypatch)

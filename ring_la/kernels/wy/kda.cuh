@@ -143,7 +143,11 @@ INLINE void forgetting(int (&found)[N], const Args& a, const Question (&asked)[N
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (w >> 1 == i) t = asked[i].t, back = asked[i].back, mine = !found[i];
-    if (mine && chunk >= 0) bound(left, a, t + (back ? chunk : -(chunk + 1)) * C, h, back, said + (w >> 1) * 16 + (part + round) * 4, lane);
+    const u32 to = said + (w >> 1) * 16 + (part + round) * 4;
+    if (mine && chunk >= 0) {
+      if (back) bound(left, a, t + chunk * C, h, true, to, lane);
+      else bound(left, a, t - (chunk + 1) * C, h, false, to, lane);
+    }
     sync();
     open = false;
 #pragma unroll

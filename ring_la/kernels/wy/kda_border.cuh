@@ -22,11 +22,12 @@
 #define SOUGHT 2  // its map is being found,
 #define FOUND 3   // and there
 INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }
-// Of a piece's first span, s: whether what enters it is THERE, or is ASKED for, by a program of those `beside`, or is not
+// Of a piece's first span, s: whether programs `beside` are to take what enters it, or not, do so, or have done
 INLINE int* enters(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }
 #define THERE 1
 #define ASKED_FOR 2
 #define UNASKED 3
+#define TAKEN 4
 INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads nothing else
 
 // -- chunks ------------------------------------------------------------------------------------------------------------
@@ -215,14 +216,25 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
   return zeros | mine;
 }
 
+// Wait until programs beside have taken what enters a piece; false: there are none, or they are kept out, and will not. By eight warps.
+INLINE bool comes_beside(const Args& a, int s, int h, u32 said, int w, int lane) {
+  if (!beside(a)) return false;
+  if (w == 0) {
+    int x;
+    for (int left = PATIENT; (x = load_acquire(enters(a, s, h))) != THERE && x != UNASKED; left--)
+      if (left <= 0 && x == ASKED_FOR && lane == 0) swap_anywhere(enters(a, s, h), ASKED_FOR, UNASKED);
+    if (lane == 0) sts32(said, x);
+  }
+  between_warps();
+  return uniform(lds32(said)) == THERE;
+}
 // The first chunks of a piece again, with what comes; the program's span and head are read again, so that no register holds them meanwhile.
 INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, int lane) {
   asm volatile("" : "+r"(lane));
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
-  if (beside(a)) while (load_acquire(enters(a, s, h)) != THERE) {}
-  else receive(entering, a.mail, first_lane(a, x, h), 0, w, lane, [] { between_warps(); });
+  if (!comes_beside(a, s, h, base + HEARD, w, lane)) receive(entering, a.mail, first_lane(a, x, h), 0, w, lane, [] { between_warps(); });
   begin_with(S, entering, w, lane);
   const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN));
   walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
@@ -294,7 +306,10 @@ template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said
       const int s = own / a.H * spans, h = own % a.H;
       const int end = load_acquire(known(a, s + spans - 1, h)), begin = load_acquire(enters(a, s, h));
       const u32 some = __ballot_sync(~0u, end != 0) & sends, others = __ballot_sync(~0u, begin != 0) & takes;
-      const int j = 63 - __clzll(some ? some : others), x = __shfl_sync(~0u, some ? end : begin, max(j, 0));
+      const int j = 63 - __clzll(some ? some : others);
+      int x = __shfl_sync(~0u, some ? end : begin, max(j, 0));
+      if (!some && x == ASKED_FOR && lane == j) x = swap_anywhere(enters(a, s, h), ASKED_FOR, TAKEN);
+      x = __shfl_sync(~0u, x, max(j, 0));
       if (lane == 0) sts64(said + 16, j < 0 ? 0 : some ? 1u << j : 0, j < 0 || some ? 0 : 1u << j), sts32(said + 24, x);
     }
     sync();

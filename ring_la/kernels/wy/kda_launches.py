@@ -30,7 +30,7 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-CARRYING = 6
+CARRYING = 3
 """Chunks that sending and taking a state are worth."""
 BESIDE = 4
 """Programs that only send and take states, at most."""
