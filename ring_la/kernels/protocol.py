@@ -157,7 +157,9 @@ class SpanMaps(NamedTuple):
         transition: log2 of what is left of the state ``[B, NS, H]`` or ``[B, NS, H, K]``, dense ones themselves
             ``[B, NS, H, K, K]``; None for the identity.
         all: of every span; False: without those that no later span of this rank needs.
-        zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked.
+        zero: int32 ``[B, NS, H]``: which dense transitions are 0, and not written; None: nobody has looked. Of KDA's
+            launches that carry states ``[2, B, NS, H]``: by how many chunks at spans' ends, and (gradients) at their
+            beginnings that is known.
         squares: ``[B, NS, H, 8]``, where `zero` is: sums of squares of the other transitions' elements, the root of
             whose sum bounds what a transition leaves of a state.
         image: bf16 ``[B, NS, H, 2, K, K]``, transitions as kernels multiply by them that carry states themselves.

@@ -82,7 +82,8 @@ def results(
         for i, n in shard.ends if use.final else ():
             S[:, n] = outs[-1].leaving[:, i]
     for shard, border, call, out in reversed(list(zip(shards, borders, calls, outs)) if train else []):
-        back = Backward(given(S0, shard, shard.starts), do[:, shard.tokens].contiguous(), out.saved)
+        saved = tuple(None if t is None else t.clone() for t in out.saved)  # as hooks for saved tensors may
+        back = Backward(given(S0, shard, shard.starts), do[:, shard.tokens].contiguous(), saved)
         backs.insert(0, call.gradients(back, given(dS, shard, shard.ends), border=border))
         for i, n in shard.starts if back.S0 is not None else ():
             dS0[:, n] = backs[0].entering[:, i]

@@ -24,6 +24,7 @@ LONGEST = (
     "tests/inference/test_generate.py",
     "tests/serving/test_engine.py",
     "tests/blockwise/test_at_once.py",
+    "tests/kernels/test_hopper_emulated_shards.py",
     "tests/kernels/test_hopper_emulated.py",
     "tests/kernels/test_across_ranks.py",
     "tests/test_docs.py",

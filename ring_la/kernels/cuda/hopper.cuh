@@ -149,7 +149,7 @@ INLINE void copy_out_all() { asm volatile("cp.async.bulk.commit_group;" ::: "mem
 INLINE void written_out() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // and is there, for whom this thread tells
 INLINE void copies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }  // before copies read what this thread was told is there
 INLINE void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // what was read may be written
-// 512 threads, of which some only arrive, and do not wait
+// 512 threads, of which some only arrive, and do not wait; where there are no pairs
 INLINE void between_all() { asm volatile("bar.sync 3, 512;" ::: "memory"); }
 INLINE void arrive_all() { asm volatile("bar.arrive 3, 512;" ::: "memory"); }
 INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come

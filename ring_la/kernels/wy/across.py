@@ -1,7 +1,8 @@
 """What the launches in CUDA C++ on Hopper do where states meet those of other ranks (see `scanned_spans`): a launch
 finds what spans do to a state, another goes over all spans at once, each from what enters it, and backward the same.
 
-What the maps' launches leave out (see `maps.cuh`) the others do not ask for: both decide alike, by the same bound.
+What the maps' launches leave out (see `maps.cuh`) the others do not ask for: both decide alike, by the same bound, or
+by what the forward has found.
 """
 
 from __future__ import annotations
@@ -134,11 +135,12 @@ def _images(call: GDNCall | KDACall) -> Tensor:
     return call.new(B, call.count // B, H, 2, HEAD, HEAD, dtype=torch.bfloat16)
 
 
-def _maps(call: GDNCall | KDACall, arrived: Tensor | None) -> tuple[SpanMaps, Passing]:
-    """Room for those, and a launch's part of it; images where states are carried."""
+def _maps(call: GDNCall | KDACall, arrived: Tensor | None, ways: int = 1) -> tuple[SpanMaps, Passing]:
+    """Room for those, and a launch's part of it; images where states are carried. `ways`: on how many it is kept which
+    spans forget."""
     B, _, H, _ = call.inputs.v.shape
     spans = B, call.count // B, H
-    zero, squares = call.new(2, *spans, dtype=torch.int32)[0], call.new(*spans, 8)  # KDA's kernels read both
+    zero, squares = call.new(*(ways,) * (ways > 1), *spans, dtype=torch.int32), call.new(*spans, 8)
     found = SpanMaps("dense", _room(call), _room(call), True, zero, squares)
     if arrived is not None:
         found = found._replace(image=_images(call))
@@ -232,7 +234,7 @@ class KDASpans:
         return _few(call) and (not back or kda_launches.group(call.chunks, H) == H)
 
     def maps(self, call: KDACall, train: bool, arrived: Tensor | None) -> SpanMaps:
-        found, passing = _maps(call, arrived)
+        found, passing = _maps(call, arrived, ways=1 if arrived is None else 2)
         if arrived is None:
             call.launch("forward", _heads(call), None, (None, None), passing=passing)
         else:  # `output` finds them

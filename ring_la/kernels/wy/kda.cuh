@@ -24,10 +24,10 @@ struct Args {
   int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS:
                          // forward, whether spans' transitions are 0 and not written, [count, H]; backward, null or `Mail::zero`
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
-  float* parts;          // MAPS: spans' transitions, [count, H, K, K]
+  float* parts;          // MAPS, MAILED forward: spans' transitions, [count, H, K, K]
   float* squares;        // MAPS, forward: of these, [count, H, 8]
   u16* image;            // MAPS, forward: images of transitions, [count, H, 2 * 128 * 128]; null: nobody wants them
-  int* arrived;          // MAPS, MAILED: whether what enters spans is there, [count, H]; zero at first
+  int* arrived;          // MAPS, MAILED: whether what enters spans is there, [count, H]; zero at first; kda_border.cuh: [2, count, H]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
@@ -168,12 +168,15 @@ INLINE Forgets forgetting(const Args& a, int t, int u, int there, int here, int 
              [] { between_warps(); });
   return {found[0], found[1]};
 }
-// Of chunks that a span begins early (backward: late), how many come before it starts from zero; 2: it does not. By eight warps.
-INLINE int chunks_to_skip(const Args& a, int t, int step, int h, u32 said, int w, int lane) {
+// The same by eight warps of one question.
+INLINE int forgetting(const Args& a, int t, int step, int h, u32 said, int w, int lane) {
   int found[1];
   forgetting(found, a, {{t, true, step > 0}}, h, said, w, lane, [] { between_warps(); });
-  return found[0] < 0 ? 2 : 2 - found[0];
+  return found[0];
 }
+// Of two chunks that a span begins early (backward: late), how many come before it starts from zero, if those forget by so many; 2: it
+// does not.
+INLINE int chunks_to_skip(int forgets) { return forgets > 0 ? 2 - forgets : 2; }
 
 // The gates of token i and this lane's four channels, in rows of 512 bytes
 INLINE void gates(float (&g)[4], u32 at, int i, int lane) {

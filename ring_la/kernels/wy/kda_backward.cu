@@ -333,7 +333,7 @@ INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32
   if (x.last) return 0;
   int skip = 0;
   if (!starts_known(a, x, y)) {
-    skip = y.end < x.end + 2 * C ? 2 : chunks_to_skip(a, x.end, 1, h, said + 16, w, lane);
+    skip = y.end < x.end + 2 * C ? 2 : chunks_to_skip(forgetting(a, x.end, 1, h, said + 16, w, lane));
   }
   if (w == 0 && lane == 0) {
     sts32(said + 4, skip);
@@ -692,7 +692,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
 #if LEAVES
   const int skip = x.last ? 0 : uniform(lds32(base + SAID + 4));
 #elif MAILED
-  const int forgets = x.last ? 2 : uniform(a.mail.zero[(a.count + s + 1) * a.H + h]), skip = forgets ? 2 - forgets : 2;
+  const int skip = x.last ? 0 : chunks_to_skip(uniform(a.mail.zero[(a.count + s + 1) * a.H + h]));  // as the forward found
 #else
   const int skip = decide(a, x, y, s, h, base + SAID, w, lane);
 #endif

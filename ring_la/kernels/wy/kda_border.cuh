@@ -6,49 +6,42 @@
 // chunks forget what comes, too; these are gone over again in the end, when that has long been there. So nobody waits for a rank.
 //
 // Where a span does not forget, the program behind it has nothing to begin with. It finds what that span adds and its transition, and waits;
-// the program of the first span, which does so for the last one, carries what comes through all of them (`carry`). A program
-// waits for earlier ones alone: what nobody has begun to look for that of the first span finds itself, since others may be kept out.
+// the program of the first span, which does so for the last one, carries what comes through all of them (`carry`). Other launches may
+// keep later programs out: what nobody has begun to look for after a while that of the first span finds itself.
 #pragma once
 
-#define WORDS STAGE           // two barriers for maps; what is asked, two at a time; bounds; which lanes are claimed; what was heard
-#define ASKED ((WORDS + 79) & ~63)
-#define BOUNDS (ASKED + 64)
+#define WORDS STAGE           // two barriers for maps; orders, two at a time; bounds; which lanes are claimed; what was heard
+#define ORDERS ((WORDS + 79) & ~63)
+#define BOUNDS (ORDERS + 64)
 #define LANES (BOUNDS + 48)
 #define HEARD (LANES + 16)
-#define AGAIN (HEARD + 16)    // how many chunks are gone over again
+#define AGAIN (HEARD + 16)    // how many chunks are gone over again; zero at first
 #define PATIENT 64            // times that it is asked who looks for a map; each takes a microsecond or more
 
-#define FORGETS 1 // what is `known` of a span: it has the transition 0,
-#define SOUGHT 2  // its map is being found,
-#define FOUND 3   // and there
+enum Known { FORGETS = 1, SOUGHT, FOUND };  // of a span: it has the transition 0; its map is being found; and is there
 INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }
-// Of a piece's first span, s: whether programs `beside` are to take what enters it, or not, do so, or have done
-INLINE int* enters(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }
-#define THERE 1
-#define ASKED_FOR 2
-#define UNASKED 3
-#define TAKEN 4
+enum Taking { THERE = 1, WANTED, UNWANTED, TAKEN };  // what enters a piece, by programs `beside`; TAKEN: one of them waits for it
+INLINE int* taking(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }  // s: its first span
 INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads nothing else
 
 // -- chunks ------------------------------------------------------------------------------------------------------------
 // Those who make chunks begin before anything is known, with a slot each: of the piece's last chunks two, and the span's, or the two
-// before it. They then make what is asked for.
+// before it. They then make what is ordered.
 
 INLINE int ends_ahead(const Span& x, const Span& y) { return x.first ? early(y) : 0; }
 // The span before x, the s-th; of a piece's first span its last
 INLINE Span span_before(const Args& a, const Span& x, int s) { return span_of(a, x.first ? s + spans_a_row(a) - 1 : s - 1); }
 
-#define TURNED 1  // the second pass is without values
-#define OVER 2    // nothing else will be asked for
+enum { TURNED = 1, LAST = 2 };  // how: the second pass is without values; nothing else will be wanted
 // Chunks `first` to `stop` (not included) of those under way: `n` a pass, from token t0 on; tokens from `end` on are zero.
-struct Asked { int t0, n, first, stop, end, how; };
-INLINE void ask(u32 base, int& k, const Asked& j) {  // by eight warps
-  const u32 to = base + ASKED + (k++ & 1) * 32;
+struct Order { int t0, n, first, stop, end, how; };
+INLINE void order(u32 base, int& k, const Order& j) {  // the k-th, by eight warps
+  const u32 to = base + ORDERS + (k++ & 1) * 32;
   if (threadIdx.x == 0) {
     sts32(to, j.t0); sts32(to + 4, j.n); sts32(to + 8, j.first);
     sts32(to + 12, j.stop); sts32(to + 16, j.end); sts32(to + 20, j.how);
   }
-  if (j.how & OVER) arrive_all();
+  if (j.how & LAST) arrive_all();
   else between_all();
 }
 
@@ -57,14 +50,14 @@ INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base
   int t = from < 0 ? y.end + from * C : x.begin + (from - (x.first ? 0 : 2)) * C, end = from < 0 ? y.end : x.end;
   bool values = true;
   const u32 full = base + BARS + w * 16;
-  u32 at = base + ASKED;
+  u32 at = base + ORDERS;
   auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
 #pragma unroll 1
   for (int c = w, stop = 0;;) {
     make_chunk(a, t, end, h, values, base, w, lane);
     c += SLOTS;
     while (c >= stop) {
-      if (stop && read(5) & OVER) return;
+      if (stop && read(5) & LAST) return;
       between_all();
       if (stop) at ^= 32;
       stop = read(3);
@@ -79,12 +72,12 @@ INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base
 // -- states ------------------------------------------------------------------------------------------------------------
 
 // A piece's n spans begin with the s0-th. One before its last whose map nobody looks for, though that was waited for, and which is this
-// program's to find now; -1: all are there. zeros: which forget. By eight warps.
-INLINE int unsought(const Args& a, int s0, int n, int h, u64& zeros, u32 said, int w, int lane) {
+// program's to find now; -1: all are there. zeros: which forget; left: how often it is still asked. By eight warps.
+INLINE int unsought(const Args& a, int s0, int n, int h, u64& zeros, int& left, u32 said, int w, int lane) {
   if (w == 0) {
     int s = -1;
     u64 zero;
-    for (int left = PATIENT;; left--) {
+    for (;; left--) {
       int x[2];
 #pragma unroll
       for (int i = 0; i < 2; i++) x[i] = lane + 32 * i < n - 1 ? load_acquire(known(a, s0 + lane + 32 * i, h)) : FORGETS;
@@ -126,15 +119,12 @@ INLINE int chunks_of(const Span& x) { return uniform((x.end - x.begin + C - 1) /
 // By how many chunks the span that ends before token t forgets what enters it, or -1
 INLINE int forgets_before(const Args& a, int t, int h, u32 base, int w, int lane) {
   between_warps();  // words are read
-  int found[1];
-  forgetting(found, a, {{t, true, false}}, h, base + BOUNDS, w, lane, [] { between_warps(); });
-  return found[0];
+  return forgetting(a, t, -1, h, base + BOUNDS, w, lane);
 }
 
-#define ADDS 0   // passes of a program before its own span: what a span adds to what enters it,
-#define TURNS 1  // its transition,
-#define BEFORE 2 // what the span before it adds, if that forgets what enters it,
-#define ENDS 3   // and what leaves the piece, if its last span does
+// Passes of a program before its own span: what a span adds to what enters it; its transition; what the span before it adds, if that
+// forgets what enters it; what leaves the piece, if its last span does
+enum { ADDS, TURNS, BEFORE, ENDS };
 
 // What span z, the s-th, does to a state; or (`forgets`: by how many chunks, of its last span) what leaves the piece, which goes where it
 // is wanted, by programs `beside` if there are some. `c` chunks are done.
@@ -147,7 +137,7 @@ INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c
     if (c < SLOTS) discard(c, SLOTS, base, lane);
     c = max(c, SLOTS);
     const int n = chunks_of(z);
-    ask(base, k, {z.begin, n, c, c + 2 * n, z.end, TURNED});
+    order(base, k, {z.begin, n, c, c + 2 * n, z.end, TURNED});
   }
   const int passes = ends ? ENDS + 1 : before < 0 ? BEFORE : ENDS;
 #pragma unroll 1
@@ -159,7 +149,7 @@ INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c
     float S[16][4];
     if (pass == TURNS) identity(S, w, lane);
     else begin_with(S, 0, w, lane);
-    if (pass == BEFORE) ask(base, k, {t, before, c, c + before, z.begin, 0});
+    if (pass == BEFORE) order(base, k, {t, before, c, c + before, z.begin, 0});
     walk(S, a, h, t, z.end, z.end, 0, c, c + n, pass == ENDS ? c + 2 - forgets : 0, base, w, lane);
     c += n;
     asm volatile("" : "+r"(lane));
@@ -191,27 +181,29 @@ INLINE bool seek(const Args& a, int s, int h, u32 said, int w, int lane) {
 // Say of the span before this one, of a piece's first span of its last, by how many chunks it `forgets`, and find its map if it does not;
 // the first span's program waits until that is known of all. Which of a piece's spans forget; other programs know of one.
 INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
+  const Mail& m = a.mail;
   const int spans = spans_a_row(a), s0 = x.piece * spans;
-  const bool ends = x.first && (a.mail.target >= 0 || a.mail.keeps);
+  const bool ends = x.first && (m.target >= 0 || m.keeps);
   u64 zeros = 0;
-  int z = x.first ? s0 + spans - 1 : s - 1;
+  int z = x.first ? s0 + spans - 1 : s - 1, left = PATIENT, of = forgets;  // of: by how many chunks span z forgets
   if (forgets < 0 && !x.first && !seek(a, z, h, base + HEARD, w, lane)) return 0;  // the first span's program does
   const u64 mine = forgets < 0 ? 0 : 1ull << (z - s0);
   if (forgets < 0 && x.first && w == 0 && lane == 0) {  // those beside have nothing to do
     say(known(a, z, h), SOUGHT);
-    say(enters(a, s, h), UNASKED);
+    say(taking(a, s, h), UNWANTED);
   }
 #pragma unroll 1
-  for (bool last = true; z >= 0; last = false) {
-    if (forgets < 0 || (last && ends)) find(a, span_of(a, z), z, h, forgets, c, k, base, w, lane);
+  for (bool own = true; z >= 0; own = false) {
+    const bool wanted = !x.first || !own || ends || m.composes;  // nobody reads a last span's map where nothing leaves
+    if (of < 0 ? wanted : own && ends) find(a, span_of(a, z), z, h, of, c, k, base, w, lane);
     between_warps();  // all is written
     if (w == 7 && lane == 0) {  // another one asks meanwhile
-      a.mail.zero[z * a.H + h] = max(forgets, 0);
-      store_release(known(a, z, h), forgets < 0 ? FOUND : FORGETS);
+      m.zero[z * a.H + h] = max(of, 0);
+      store_release(known(a, z, h), of < 0 ? FOUND : FORGETS);
     }
     if (!x.first) break;
-    z = unsought(a, s0, spans, h, zeros, base + HEARD, w, lane);
-    if (z >= 0) forgets = forgets_before(a, span_of(a, z).end, h, base, w, lane);
+    z = unsought(a, s0, spans, h, zeros, left, base + HEARD, w, lane);
+    if (z >= 0) of = forgets_before(a, span_of(a, z).end, h, base, w, lane);
   }
   return zeros | mine;
 }
@@ -221,8 +213,8 @@ INLINE bool comes_beside(const Args& a, int s, int h, u32 said, int w, int lane)
   if (!beside(a)) return false;
   if (w == 0) {
     int x;
-    for (int left = PATIENT; (x = load_acquire(enters(a, s, h))) != THERE && x != UNASKED; left--)
-      if (left <= 0 && x == ASKED_FOR && lane == 0) swap_anywhere(enters(a, s, h), ASKED_FOR, UNASKED);
+    for (int left = PATIENT; (x = load_acquire(taking(a, s, h))) != THERE && x != UNWANTED; left--)
+      if (left <= 0 && x == WANTED && lane == 0) swap_anywhere(taking(a, s, h), WANTED, UNWANTED);
     if (lane == 0) sts32(said, x);
   }
   between_warps();
@@ -240,35 +232,30 @@ INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, i
   walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
 }
 
-// What enters a piece where no rank sends it; null: zero
-INLINE const float* given(const Args& a, int piece, int h) { return a.mail.before ? a.mail.before + ((u64)piece * a.H + h) * (D * D) : 0; }
-// To its place, for gradients. By eight warps.
-INLINE void enter(const Args& a, int piece, int s, int h, int w, int lane) {
-  const float4* const from = (const float4*)given(a, piece, h);
-  float4* const to = (float4*)(a.mail.entering + ((u64)s * a.H + h) * (D * D));
-  for (int i = w * 32 + lane; i < D * D / 4; i += 256) to[i] = from ? from[i] : make_float4(0.f, 0.f, 0.f, 0.f);
-}
-
 // y: the span before this one, or of a piece's first span the last
 INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u32 base, int w, int lane) {
   const Mail& m = a.mail;
   const bool comes = m.source >= 0;
   float* const entering = m.entering + ((u64)s * a.H + h) * (D * D);
   const int lanes = first_lane(a, x, h), own = chunks_of(x);
-  int c = 0, k = 0;  // chunks that are done; what was asked for
-  int forgets[3];    // of y's last chunks, of the span's first ones, and of these on the way of gradients
+  int c = 0, k = 0;  // chunks that are done; orders
+  int forgets[3];    // of y's last chunks, of the span's first two, and of these on the way of gradients
   forgetting(forgets, a, {{y.end, y.end - y.begin >= 2 * C, false}, {x.begin + 2 * C, x.first && comes && own >= SLOTS, false},
                           {x.begin, m.composes && x.end - x.begin >= 2 * C, true}}, h, base + BOUNDS, w, lane, [] { between_warps(); });
+  const bool first_does = lds(base + BOUNDS + 20) < FORGOTTEN;  // the bound of the span's first chunk alone
   if (m.composes && w == 6 && lane == 0) m.zero[(a.count + s) * a.H + h] = max(forgets[2], 0);
   launch_before();  // flags are there
   const u64 zeros = settle(a, x, s, h, forgets[0], c, k, base, w, lane);
-  const bool whole = x.first ? zeros != ones(spans_a_row(a)) : forgets[0] < 0;       // it begins with what is carried, to here or from here
-  const int again = !whole && x.first && comes && forgets[1] > 0 ? forgets[1] : 0;   // chunks of it that are gone over again, with what comes
-  const int before = whole || x.first ? 0 : forgets[0];                              // and of those before it
-  const int done = whole ? max(c, SLOTS) : x.first ? ends_ahead(x, y) : 2 - before;  // and chunks that are done by then
-  if (x.first && w == 7 && lane == 0) say(enters(a, s, h), again ? ASKED_FOR : UNASKED);
+  const bool whole = x.first ? carries(a, zeros) : forgets[0] < 0;  // it begins with what is carried, to here or from here
+  int again = 0, before = 0, done = max(c, SLOTS);  // chunks of it that are gone over again; of those before it; that are done by then
+  if (!whole) {
+    if (x.first && comes && forgets[1] > 0) again = first_does ? 1 : 2;
+    if (!x.first) before = forgets[0];
+    done = x.first ? ends_ahead(x, y) : 2 - before;
+  }
+  if (x.first && w == 7 && lane == 0) say(taking(a, s, h), again ? WANTED : UNWANTED);
   discard(c, done, base, lane);
-  if (w == 0 && lane == 0) sts32(base + AGAIN, again);
+  if (again && w == 0 && lane == 0) sts32(base + AGAIN, again);
   if (whole && x.first) {
     const bool sends = forgets[0] < 0 && m.target >= 0, ends = sends || (forgets[0] < 0 && m.keeps);
     if (sends && w == 0) claim(m, lanes, base + LANES, lane);
@@ -276,13 +263,18 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
     between_warps();  // nobody reads maps any more
   }
   const int t = uniform(x.begin) - before * C, stop = done + before + own;
-  ask(base, k, {t, before + own, done, stop + again, x.end, OVER});
+  order(base, k, {t, before + own, done, stop + again, x.end, LAST});
   const float* from = entering;
-  if (x.first ? again : !whole) from = 0;
-  else if (x.first && !whole && !comes) from = given(a, x.piece, h);
-  else if (x.first && !whole) receive(entering, m, lanes, 0, w, lane, [] { between_warps(); });
-  if (x.first && !whole && !comes && m.composes && !beside(a)) enter(a, x.piece, s, h, w, lane);
-  while (!x.first && whole && !load_acquire(a.arrived + s * a.H + h)) {}
+  if (whole) {
+    while (!x.first && !load_acquire(a.arrived + s * a.H + h)) {}
+  } else if (!x.first || again) {
+    from = 0;
+  } else if (comes) {
+    receive(entering, m, lanes, 0, w, lane, [] { between_warps(); });
+  } else {
+    from = given(a, x.piece, h);
+    if (m.composes && !beside(a)) enter(a, x.piece, s, h, w, lane);
+  }
   float S[16][4];
   begin_with(S, from, w, lane);
   walk(S, a, h, t, uniform(x.begin) + again * C, uniform(x.end), 0, done, stop, 0, base, w, lane);
@@ -291,7 +283,7 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
 
 // -- programs beside ------------------------------------------------------------------------------------------------------
 // Where multiprocessors are left, programs that send what leaves pieces and take what comes, while those of first spans go over these.
-// Eight warps, the `who`-th of `all`, have 32 pieces' heads at most.
+// Eight warps, the `who`-th of `all`, have 32 pieces' heads at most. They send first, since they wait for what comes.
 template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said, int w, int lane, Sync sync) {
   const Mail& m = a.mail;
   const int spans = spans_a_row(a), jobs = (a.pieces * a.H - who + all - 1) / all;
@@ -304,11 +296,11 @@ template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said
   while (sends | takes) {
     if (w == 0) {
       const int s = own / a.H * spans, h = own % a.H;
-      const int end = load_acquire(known(a, s + spans - 1, h)), begin = load_acquire(enters(a, s, h));
-      const u32 some = __ballot_sync(~0u, end != 0) & sends, others = __ballot_sync(~0u, begin != 0) & takes;
+      const int end = load_acquire(known(a, s + spans - 1, h)), begin = load_acquire(taking(a, s, h));
+      const u32 some = __ballot_sync(~0u, end != 0) & sends, others = sends ? 0 : __ballot_sync(~0u, begin != 0) & takes;
       const int j = 63 - __clzll(some ? some : others);
       int x = __shfl_sync(~0u, some ? end : begin, max(j, 0));
-      if (!some && x == ASKED_FOR && lane == j) x = swap_anywhere(enters(a, s, h), ASKED_FOR, TAKEN);
+      if (!some && x == WANTED && lane == j) x = swap_anywhere(taking(a, s, h), WANTED, TAKEN);
       x = __shfl_sync(~0u, x, max(j, 0));
       if (lane == 0) sts64(said + 16, j < 0 ? 0 : some ? 1u << j : 0, j < 0 || some ? 0 : 1u << j), sts32(said + 24, x);
     }
@@ -317,13 +309,13 @@ template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said
     lds64(now, said + 16);
     const int found = uniform(lds32(said + 24)), i = who + (63 - __clzll((u32)uniform(now[0] | now[1]))) * all;
     const int piece = i / a.H, h = i % a.H, s = piece * spans;
-    const bool send_now = uniform(now[0]) && found == FORGETS, take_now = uniform(now[1]) && found == ASKED_FOR;
+    const bool send_now = uniform(now[0]) && found == FORGETS, take_now = uniform(now[1]) && found == WANTED;
     sends &= ~now[0], takes &= ~now[1];
     if (send_now || take_now) {
       const int lanes = first_lane(a, span_of(a, s), h);
       if (send_now) send(m.leaving + ((u64)piece * a.H + h) * (D * D), m, lanes, said, w, lane, sync);
       else receive(m.entering + ((u64)s * a.H + h) * (D * D), m, lanes, 0, w, lane, sync);
-      if (take_now && w == 1 && lane == 0) store_release(enters(a, s, h), THERE);
+      if (take_now && w == 1 && lane == 0) store_release(taking(a, s, h), THERE);
     }
     sync();  // words are read
   }

@@ -19,8 +19,8 @@
 // rounding, when the span begins. The bound holds element by element: with |S| <= u in each row, a token gives
 // u <- e^g u, then u <- u + beta |k| (|k| . u). Where it is not small enough, the span waits for the state that the one
 // before it leaves. Programs take spans in order, so that one which waits waits for one that runs. Where states come from other
-// ranks, one launch finds what spans do to a state (maps.cuh), and another goes over all of them, which is `given` what enters each, or
-// (MAILED) carries it from span to span and rank to rank itself (mail.cuh).
+// ranks, one launch finds what spans do to a state (maps.cuh), and another goes over all of them, which is `given` what enters each; or
+// (MAILED) one launch does all, and carries states from span to span and rank to rank (kda_border.cuh).
 #include "kda.cuh"
 #define FINDS (MAILED && !KEEP) // kda_border.cuh
 
@@ -298,7 +298,7 @@ INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool wri
 // How many of a span's chunks, which begin two early, come before it starts from zero; 2: it does not. By eight warps.
 INLINE int decide(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
   if (x.first) return 0;
-  const int skip = chunks_to_skip(a, x.begin, -1, h, said + 16, w, lane);
+  const int skip = chunks_to_skip(forgetting(a, x.begin, -1, h, said + 16, w, lane));
   if (w == 0 && lane == 0) {
     sts32(said + 4, skip);
     decide_on(a, s, h, skip == 2);
@@ -503,7 +503,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 #if LEAVES
   const int skip = x.first ? 0 : uniform(lds32(base + SAID + 4));
 #elif MAILED
-  const int forgets = x.first ? 2 : uniform(a.mail.zero[(s - 1) * a.H + h]), skip = forgets ? 2 - forgets : 2;  // as the forward found
+  const int skip = x.first ? 0 : chunks_to_skip(uniform(a.mail.zero[(s - 1) * a.H + h]));  // as the forward found
 #else
   const int skip = decide(a, x, s, h, base + SAID, w, lane);
 #endif
@@ -541,10 +541,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     bar_init(base + OPEN, 1);
 #if FINDS
     for (int i = 0; i < 2; i++) bar_init(base + WORDS + i * 8, 1);
+    sts32(base + AGAIN, 0);
 #endif
     bars_ready();
 #if MAILED && KEEP
-    sts32(base + SAID, a.count * a.heads - 1 - (int)blockIdx.x);  // first spans have no chunks to begin early with, and come last
+    sts32(base + SAID, a.count * a.heads - 1 - (int)blockIdx.x);  // first spans come last: they have no chunks to begin early with
 #elif !MAPS
     sts32(base + SAID, number(a, a.given || a.side_by_side, DEFERRED));
 #endif
@@ -558,10 +559,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   if (x.end <= x.begin) return;
   if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
-    registers_down<FINDS ? 96 : 104>();
+    registers_down<104>();
     produce(a, x, h, 0, 0, 0, base, w, lane);
   } else {
-    registers_up<FINDS ? 160 : 152>();
+    registers_up<152>();
     const Reach r = reach(a, x, s, h, true, true, base + SAID, lane);
     if (tid == 0) a.flags[s * a.H + h] = !r.whole;
     tell(r, 2, base + TOLD);

@@ -92,7 +92,7 @@ class Passing(NamedTuple):
     spans wait what they combine, `together` at a time.
 
     `mail`: as `mail.cuh` has it, of a launch that carries states from span to span and rank to rank; `arrived`, int32,
-    says which spans have what enters them, and is made by the launch that finds maps."""
+    says which spans have what enters them, and is zero at first, by the launch before."""
 
     states: Tensor
     parts: Tensor | None = None
@@ -195,7 +195,7 @@ class KDACall:
             side_by_side(programs, x.v.device), -self.outer if further else self.outer, self.scale, *passing.mail,
             *further,
         )  # fmt: skip
-        early = waits or (mailed and name != "backward")  # beside the launch that finds maps
+        early = waits or (mailed and name != "backward")  # beside the launch of its flags, or of maps
         kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=early, mailed=mailed)(*arguments)
         if ahead:
             kernel(name, *self.defines, deferred=True)(*arguments)

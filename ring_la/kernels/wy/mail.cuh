@@ -2,12 +2,13 @@
 // `scan/link_kernel.py` says of lanes, words and flags. A unit is 32 columns of a state; each has a lane of its own, so that none
 // waits for another.
 //
-// For one piece of tokens, or one in each batch row, whose spans' maps are there (maps.cuh). The program of its first span on this way
-// carries what comes from map to map, as far as it goes: so what leaves is sent, and spans that wait get what enters them, while all
-// others are under way. It holds maps in shared memory by then, where chunks come later, and has none to begin early with.
+// For one piece of tokens, or one in each batch row, whose spans' maps are there (maps.cuh; KDA's forward finds them itself). The program
+// of its first span on this way carries what comes from map to map, as far as it goes: so what leaves is sent, and spans that wait get
+// what enters them, while all others are under way. It holds maps in shared memory by then, where chunks come later, and has none to
+// begin early with.
 //
-// KDA's gradients are one launch later: that which makes chunks' states before them sends what waits for nothing as it begins, and takes
-// what no map passes on, by those of its warps that make factors, when they have made all.
+// KDA's gradients are one launch later: that which makes chunks' states before them sends what waits for nothing, and takes what no map
+// passes on, by those of its warps that make factors, when they have made all.
 #pragma once
 #include "maps.cuh"
 
@@ -195,6 +196,17 @@ template <bool FORWARD, class Args> INLINE float left_of(const Args& a, int s, i
 // Whether the program of a piece's first span on this way takes shared memory to carry what comes: not where all spans forget.
 template <class Args> INLINE bool carries(const Args& a, u64 zeros) { return zeros != ones(spans_a_row(a)); }
 
+// What enters a piece where no rank sends it; null: zero
+template <class Args> INLINE const float* given(const Args& a, int piece, int h) {
+  return a.mail.before ? a.mail.before + ((u64)piece * a.H + h) * (D * D) : 0;
+}
+// To the place of what enters its first span, the s-th. By eight warps.
+template <class Args> INLINE void enter(const Args& a, int piece, int s, int h, int w, int lane) {
+  const float4* const from = (const float4*)given(a, piece, h);
+  float4* const to = (float4*)(a.mail.entering + ((u64)s * a.H + h) * (D * D));
+  for (int i = w * 32 + lane; i < D * D / 4; i += 256) to[i] = from ? from[i] : make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
 // Take what comes to a piece, carry it through its spans, and send what leaves; span s is its first on this way. What waits for nothing
 // goes first. `zeros`: see `zeros_of`. `sends`, `ends`: whether what leaves is sent from here, by lanes that were claimed, or to be found
 // at all; `there`: what enters was taken. By eight warps; shared memory from `at` on, if it `carries` or sends. bars: two barriers.
@@ -253,9 +265,7 @@ INLINE void carry(const Args& a, const Span& x, int s, int h, u64 zeros, bool se
     }
     if (begins) {
       if (m.source < 0)
-        for (int i = w * 32 + lane; i < D * D / 4; i += 256)
-          ((float4*)entering)[i] =
-              m.before ? ((const float4*)(m.before + ((u64)x.piece * a.H + h) * (D * D)))[i] : make_float4(0.f, 0.f, 0.f, 0.f);
+        enter(a, x.piece, s, h, w, lane);
       else if (!there)
         receive(entering, m, lanes, composed ? at + MAPS_HELD * MAP : 0, w, lane, [] { between_warps(); });
       there = true;
