@@ -210,6 +210,10 @@ extern "C" __global__ void faulty(const __grid_constant__ Args a) {
   if (a.which == 1 && threadIdx.x < 5) __syncwarp();
   if (a.which == 2) bar_wait(1024, 0);
   if (a.which == 3) uniform(threadIdx.x);
+  if (a.which == 5) {
+    if (threadIdx.x) between_two(1);
+    else arrive_all();
+  }
 }
 """
 
@@ -221,6 +225,8 @@ def test_a_faulty_kernel_is_told(tmp_path):
     for which, said in enumerate(("shared memory", "nothing goes on", "no barrier", "differ")):
         with pytest.raises(KernelError, match=said):
             kernel(1, torch.zeros(1, dtype=torch.int32), which)
+    with pytest.raises(KernelError, match="barrier 3"):
+        kernel(1, torch.zeros(1, dtype=torch.int32), 5)
     kernel(1, torch.zeros(1, dtype=torch.int32), 4)
 
 

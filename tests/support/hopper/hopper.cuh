@@ -148,11 +148,11 @@ INLINE void copy_out_all() {}
 INLINE void copied_out() {}
 INLINE void written_out() {}
 INLINE void copies_fence() {}
-INLINE void between_all() { machine::barrier(machine::here().both, 512, "between_all"); }
-INLINE void arrive_all() { machine::arrive(machine::here().both, 512); }
-INLINE void between_warps() { machine::barrier(machine::here().some, 256, "between_warps"); }
-INLINE void between_others() { machine::barrier(machine::here().pairs[0], 256, "between_others"); }
-INLINE void between_two(int pair) { machine::barrier(machine::here().pairs[pair], 64, "between_two"); }
+INLINE void between_all() { machine::barrier(3, 512, "between_all"); }
+INLINE void arrive_all() { machine::arrive(3, 512, "arrive_all"); }
+INLINE void between_warps() { machine::barrier(1, 256, "between_warps"); }
+INLINE void between_others() { machine::barrier(2, 256, "between_others"); }
+INLINE void between_two(int pair) { machine::barrier(pair + 2, 64, "between_two"); }
 INLINE int load_acquire(const int* p) {
   machine::written_before();
   machine::leave();

@@ -31,7 +31,7 @@ struct Bar { uint32_t count = 0, pending = 0, phase = 0; int64_t bytes = 0; };
 
 struct Warp { const void* given[32]; const char* doing = nullptr; int there = 0; uint64_t generation = 0; };
 
-struct Together { int there = 0; uint64_t generation = 0; };
+struct Together { int there = 0, threads = 0; uint64_t generation = 0; };  // threads: for how many the first to come waits
 
 struct Program;
 
@@ -51,7 +51,7 @@ struct Program {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::map<uint32_t, Bar> bars;
-  Together all, some, both, pairs[14];  // __syncthreads, the named barriers of the first 256 that come and of 512, those of two warps
+  Together barriers[16];  // by number; 0: __syncthreads
   int over = 0;
   bool waited = false;  // whether a thread of it has waited for the launch before
 };
@@ -112,15 +112,21 @@ template <class Given, class Work> inline void together(const char* doing, Given
   w.generation++;
   it().progress++;
 }
-inline bool arrive(Together& b, int threads) {  // whether it was the last
-  if (++b.there < threads) return false;
+// At barrier `number`, for so many threads, or for all that there are (`threads` 0); whether it was the last. A GPU takes calls for
+// other counts as illegal, or parts threads.
+inline bool arrive(int number, int threads, const char* what) {
+  Together& b = here().barriers[number];
+  if (b.there && b.threads != threads)
+    fail(std::string(what) + ": barrier " + std::to_string(number) + " is waited at for " + std::to_string(b.threads) + " threads and for " + std::to_string(threads));
+  b.threads = threads;
+  if (++b.there < (threads ? threads : (int)here().fibers.size())) return false;
   b.there = 0; b.generation++; it().progress++;
   return true;
 }
-inline void barrier(Together& b, int threads, const char* what) {
+inline void barrier(int number, int threads, const char* what) {
+  Together& b = here().barriers[number];
   const uint64_t mine = b.generation;
-  if (arrive(b, threads)) return;
-  wait_for(what, [&] { return b.generation != mine; });
+  if (!arrive(number, threads, what)) wait_for(what, [&] { return b.generation != mine; });
 }
 
 inline char* at(uint32_t address, uint32_t bytes, uint32_t aligned = 1) {
@@ -285,4 +291,4 @@ inline void __syncwarp() {
   int nothing = 0;
   machine::together("syncwarp", nothing, [](int**) {});
 }
-inline void __syncthreads() { machine::barrier(machine::here().all, (int)machine::here().fibers.size(), "syncthreads"); }
+inline void __syncthreads() { machine::barrier(0, 0, "syncthreads"); }
