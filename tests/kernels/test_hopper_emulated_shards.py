@@ -57,7 +57,7 @@ class Maps(NamedTuple):
     """Where a launch of KDA's that finds maps of gradients has them among its arguments."""
 
     states: int = 12
-    arrived: int = 16
+    arrived: int = 15
 
 
 MAPS = Maps()

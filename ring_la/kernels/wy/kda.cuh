@@ -26,8 +26,7 @@ struct Args {
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS, MAILED forward: spans' transitions, [count, H, K, K]
   float* squares;        // MAPS, forward: of these, [count, H, 8]
-  u16* image;            // MAPS, forward: images of transitions, [count, H, 2 * 128 * 128]; null: nobody wants them
-  int* arrived;          // MAPS, MAILED: whether what enters spans is there, [count, H]; zero at first; kda_border.cuh: [2, count, H]
+  int* arrived;          // MAPS backward, MAILED: whether what enters spans is there, [count, H]; zero at first; kda_border.cuh: [2, count, H]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
@@ -192,6 +191,20 @@ INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
 #endif
 }
 
+// The sums of a chunk's gates; whether factors do not fit, for they fall below HARDEST
+INLINE int sum_gates(float (&E)[4], u32 at, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) E[j] = 0.f;
+#pragma unroll
+  for (int i = 0; i < C; i++) {
+    float g[4];
+    gates(g, at, i, lane);
+#pragma unroll
+    for (int j = 0; j < 4; j++) E[j] += g[j];
+  }
+  return __any_sync(~0u, !(fminf(fminf(E[0], E[1]), fminf(E[2], E[3])) >= HARDEST));
+}
+
 // Where 8 channels of V of a token lie: an operand of wgmma as it is, of 128-byte swizzle.
 INLINE u32 rows_place(int token, int chunk) { return (u32)((chunk >> 3) * 2048 + token * 128) + swz(token, chunk & 7); }
 
@@ -237,8 +250,8 @@ INLINE void of_tokens(float (&x)[4], u32 at) {
 }
 
 // MAPS: the maps of span s over n chunks: what they leave of no state, and with two `passes` of the identity. walk(S, c): over those chunks,
-// the first of which is the c-th of those under way. By eight warps; shared memory from `at` on, when all is done.
-template <class Walk> INLINE void find_maps(const Args& a, int s, int h, int passes, int n, u32 at, int w, int lane, Walk walk) {
+// the first of which is the c-th of those under way. By eight warps.
+template <class Walk> INLINE void find_maps(const Args& a, int s, int h, int passes, int n, int w, int lane, Walk walk) {
   const u64 i = (u64)s * a.H + h;
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
@@ -247,10 +260,7 @@ template <class Walk> INLINE void find_maps(const Args& a, int s, int h, int pas
     else begin_with(S, 0, w, lane);
     walk(S, pass * n);
     put_state(S, (pass ? a.parts : a.states) + i * (D * D), w, lane);
-    if (pass) {
-      put_squares(S, a.squares + i * 8, w, lane);
-      if (a.image) put_map(S, a.image + i * (MAP / 2), at, w, lane);
-    }
+    if (pass) put_squares(S, a.squares + i * 8, w, lane);
   }
 }
 

@@ -236,16 +236,8 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
     beta = __shfl_sync(~0u, beta, lane & 15);
     cp_wait();
     __syncwarp();
-    float E[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < C; i++) {
-      float g[4];
-      gates(g, at + OFF_G, i, lane);
-#pragma unroll
-      for (int j = 0; j < 4; j++) E[j] += g[j];
-    }
-    const float worst = fminf(fminf(E[0], E[1]), fminf(E[2], E[3]));
-    const int hard = __any_sync(~0u, !(worst >= HARDEST));
+    float E[4];
+    const int hard = sum_gates(E, at + OFF_G, lane);
     if (lane == 0) sts32(base + HARD + w * 4, hard);
     if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(beta));
     if (!hard) {
@@ -751,7 +743,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     const Reach r = reach(a, x, s, h, false, true, base + SAID, lane, a.flags ? a.flags + a.count * a.H : 0);
     tell(r, 1, base + TOLD);
     const int stop = r.whole ? early(x) + r.n : r.n ? early(x) : 0;
-    find_maps(a, s, h, 1, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
+    find_maps(a, s, h, 1, r.n, w, lane, [&](float (&S)[16][4], int c) {
       walk(S, b, h, x.begin, x.end, c, stop, unwanted(x, r), stop, base, w, lane);
     });
   }

@@ -16,7 +16,7 @@
 #define LANES (BOUNDS + 48)
 #define HEARD (LANES + 16)
 #define AGAIN (HEARD + 16)    // how many chunks are gone over again; zero at first
-#define PATIENT 64            // times that it is asked who looks for a map; each takes a microsecond or more
+#define PATIENT 64            // times that it is asked for what others may not have begun; each takes a microsecond or more
 
 enum Known { FORGETS = 1, SOUGHT, FOUND };  // of a span: it has the transition 0; its map is being found; and is there
 INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }

@@ -182,16 +182,8 @@ INLINE void make_chunk(const Args& a, int t, int end, int h, bool values, u32 ba
   if (lane < C && t + lane < end) b = beta_at(a, (u64)(t + lane) * a.H + h);
   cp_wait();
   __syncwarp();
-  float E[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < C; i++) {
-    float g[4];
-    gates(g, at + OFF_G, i, lane);
-#pragma unroll
-    for (int j = 0; j < 4; j++) E[j] += g[j];
-  }
-  const float worst = fminf(fminf(E[0], E[1]), fminf(E[2], E[3]));
-  const int hard = __any_sync(~0u, !(worst >= HARDEST));
+  float E[4];
+  const int hard = sum_gates(E, at + OFF_G, lane);
   if (lane == 0) sts32(base + HARD + w * 4, hard);
   if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(b));
   if (!hard) {
@@ -552,12 +544,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   }
   __syncthreads();
 #if MAPS
-  next_launch();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
   const int s = blockIdx.x / a.heads, h = a.first_head + blockIdx.x % a.heads;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
     registers_down<104>();
     produce(a, x, h, 0, 0, 0, base, w, lane);
@@ -567,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     if (tid == 0) a.flags[s * a.H + h] = !r.whole;
     tell(r, 2, base + TOLD);
     const int before = early(x), skip = unwanted(x, r);
-    find_maps(a, s, h, 1 + r.whole, r.n, base, w, lane, [&](float (&S)[16][4], int c) {
+    find_maps(a, s, h, 1 + r.whole, r.n, w, lane, [&](float (&S)[16][4], int c) {
       const int from = c ? before + c : 0, stop = r.whole ? before + c + r.n : r.n ? before : 0;
       walk(S, a, h, r.t0 - (c ? 0 : skip * C), x.end, x.end, 0, from, stop, skip, base, w, lane);
     });

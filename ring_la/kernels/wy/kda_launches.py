@@ -31,7 +31,7 @@ LEAST = -82.0 / CHUNK
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
 CARRYING = 3
-"""Chunks that sending and taking a state are worth."""
+"""Chunks that finding what leaves a rank and going over the first ones again are worth."""
 BESIDE = 4
 """Programs that only send and take states, at most."""
 SPANS, TOKENS = 4, 8192
@@ -39,7 +39,7 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "18Q11if", "4Q2q7Q9i4x"
+ARGUMENTS, MAIL = "17Q11if", "4Q2q7Q9i4x"
 SHARED = 232448
 
 
@@ -135,8 +135,8 @@ class KDACall:
 
     @classmethod
     def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int, carrying: bool = False) -> KDACall:
-        """`heads`: of one launch. `carrying`: the first span's program also sends and takes states, and no gradients
-        follow, so that this span is shorter."""
+        """`heads`: of one launch. `carrying`: states meet those of other ranks, and no gradients follow, so that the
+        first span, whose program has more to do then, is shorter."""
         inputs = as_read(inputs)
         v = inputs.v
         B, T = v.shape[:2]
@@ -190,7 +190,7 @@ class KDACall:
         helping = beside(programs, self.pieces * H, x.v.device) if mailed and name != "backward" else 0
         arguments: Any = (
             programs + helping, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
-            passing.states, passing.parts, passing.squares, passing.image, passing.arrived, *kept, x.v.shape[1], H,
+            passing.states, passing.parts, passing.squares, passing.arrived, *kept, x.v.shape[1], H,
             x.q.shape[2], count, self.length, self.pieces, heads.start, len(heads), passing.given,
             side_by_side(programs, x.v.device), -self.outer if further else self.outer, self.scale, *passing.mail,
             *further,
