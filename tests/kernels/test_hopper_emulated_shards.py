@@ -216,6 +216,18 @@ def test_first_chunks_of_kda_again(monkeypatch, at_a_time, helping):
     assert ((chunks[0] - chunks[1]).flatten(3).norm(dim=-1) <= 4 * LIMIT * chunks[1].flatten(3).norm(dim=-1)).all()
 
 
+def test_a_backward_in_groups_of_heads_takes_what_one_launch_found(monkeypatch):
+    """It goes by a link, since the gradients of a group would be sent behind those of another."""
+    x, cuts = of_three_spans(monkeypatch)
+    (S0, dS), do = torch.randn(2, 1, 1, 4, 128, 128), torch.randn_like(x["v"])
+    function, kernels, rule = RULES["kda"]
+    monkeypatch.setattr(kda_launches, "group", lambda chunks, heads: 2)
+    mailed = launches_that_carry(monkeypatch)
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), S0, do, dS)
+    check(function, [*x.values()], None, {n: got[n] for n in ("o", "S", "S0", *x)}, S0[0], do, dS[0])
+    assert mailed == {"kda_forward"}
+
+
 def test_only_chunks_that_do_not_forget_it_wait_for_what_comes(monkeypatch):
     """Where all of a head's spans forget; else the first begins with what comes."""
     x, cuts = of_three_spans(monkeypatch)

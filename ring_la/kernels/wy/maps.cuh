@@ -37,8 +37,9 @@ INLINE Reach reach(const Args& a, const Span& x, int s, int h, bool forward, boo
   const int next = behind ? (forward ? s + 1 : s - 1) : s;
   const Span y = span_of(a, next);
   auto of = [&](int i) { return uniform(known[i * a.H + h]) ? uniform(known[i * a.H + h]) : -1; };
-  const Forgets found = known ? Forgets{of(s), of(next)} : forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, h, behind, said, lane)
-                                : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, h, behind, said, lane);
+  const Forgets found = known     ? Forgets{of(s), of(next)}
+                        : forward ? forgetting(a, x.end, y.end, x.end - x.begin, y.end - y.begin, -1, h, behind, said, lane)
+                                  : forgetting(a, x.begin, y.begin, x.end - x.begin, y.end - y.begin, 1, h, behind, said, lane);
   if (found.x < 0) return {uniform(x.begin), uniform((x.end - x.begin + C - 1) / C), 1, 0};
   if (behind ? found.y >= 0 : !ends) return {0, 0, 0, found.x};
   return {uniform(forward ? x.end - found.x * C : x.begin), found.x, 0, found.x};
@@ -58,7 +59,7 @@ INLINE void put_squares(const float (&S)[16][4], float* to, int w, int lane) {
 
 #define MAP 65536 // bytes of a transition as `keep_map` lays it out: its image
 
-// The image of a transition to memory, by way of shared memory from `at` on, which is read until `copied_out`. By eight warps.
+// The image of a transition to memory, by way of shared memory from `at` on. By eight warps.
 INLINE void put_map(const float (&S)[16][4], u16* to, u32 at, int w, int lane) {
   keep_map(S, at, w, lane);
   if (w == 0 && lane == 0) {
