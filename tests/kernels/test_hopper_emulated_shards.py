@@ -185,11 +185,11 @@ def test_without_gradients_launches_carry_states(monkeypatch, name):
     assert mailed == {"delta": {"gdn_forward"}, "kda": {"kda_forward"}}[name]
 
 
-def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
-    """KDA's tokens of four heads and three shards, with spans of 128 tokens, of which a shard's first begins from zero
-    where it forgets what comes: all do, none does where a shard begins, the second of each does not, and but for a
-    shard's first chunk all do; and the cuts."""
-    monkeypatch.setattr(kda_launches, "SPAN", 128)
+def of_three_spans(monkeypatch, span: int = 144) -> tuple[dict[str, Tensor], list[int]]:
+    """KDA's tokens of four heads and three shards, with spans of so many, the first of a chunk less where gradients
+    follow. It begins from zero where it forgets what comes: all do, none does where a shard begins, the second of each
+    does not, and but for a shard's first chunk all do; and the cuts."""
+    monkeypatch.setattr(kda_launches, "SPAN", span)
     T, H = 3 * 320, 4
     q, k, v, beta = draw(T, H, 1)
     place, fall = torch.arange(T) % 320, torch.full((T, H), 3.0)
@@ -200,10 +200,9 @@ def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [320 * i for i in range(4)]
 
 
-@pytest.mark.parametrize(("at_a_time", "helping"), [(2, 3), (64, 0), (64, 3)])
+@pytest.mark.parametrize(("at_a_time", "helping"), [(2, 3), (64, 1), (64, 3)])
 def test_first_chunks_of_kda_again(monkeypatch, at_a_time, helping):
-    """States are sent and taken by programs of their own, or, where there are none or these are kept out, by those of
-    first spans."""
+    """By programs beside, of which there may be one, and which may be kept out until others are done."""
     monkeypatch.setattr(Emulated, "BESIDE", at_a_time)
     monkeypatch.setattr(kda_launches, "BESIDE", helping)
     x, cuts = of_three_spans(monkeypatch)
@@ -214,6 +213,30 @@ def test_first_chunks_of_kda_again(monkeypatch, at_a_time, helping):
     o = function(*(t.double() for t in x.values()), initial_state=S0[0].double()).o
     chunks = [t.unflatten(1, (-1, 16)).transpose(2, 3) for t in (got["o"].double(), o)]
     assert ((chunks[0] - chunks[1]).flatten(3).norm(dim=-1) <= 4 * LIMIT * chunks[1].flatten(3).norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["and backward", "forward"])
+def test_one_program_sees_to_many_heads(monkeypatch, train):
+    """Of more than eight, whose last chunk forgets alone, or the last two do, or hardly anything."""
+    monkeypatch.setattr(Emulated, "BESIDE", 64)
+    monkeypatch.setattr(kda_launches, "BESIDE", 1)
+    monkeypatch.setattr(kda_launches, "SPAN", 160)
+    T, H = 3 * 288, 11
+    q, k, v, beta = draw(T, H, 1)
+    fall = torch.tensor([3.0, 1.5, 3.0, 1.5, 1.5, 1.5, 1.5, 0.02, 1.5, 3.0, 1.5])
+    g = -fall[:, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))
+    x, cuts = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [288 * i for i in range(4)]
+    (S0, dS), do = torch.randn(2, 1, 1, H, 128, 128), torch.randn_like(v)
+    function, kernels, rule = RULES["kda"]
+    if train:
+        got = line_of_ranks.results(kernels, rule, x, cuts, (0, T), S0, do, dS)
+        check(function, [*x.values()], None, {n: got[n] for n in ("o", "S", "S0", *x)}, S0[0], do, dS[0])
+        return
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, T), S0, None, None)
+    want = function(*(t.double() for t in x.values()), initial_state=S0[0].double(), output_final_state=True)
+    for found, true in ((got["o"], want.o), (got["S"][0], want.final_state)):
+        error = (found.double() - true).flatten(-2).norm(dim=-1) / true.flatten(-2).norm(dim=-1)
+        assert error.max() <= 4 * LIMIT, error
 
 
 def test_a_backward_in_groups_of_heads_takes_what_one_launch_found(monkeypatch):
@@ -230,7 +253,7 @@ def test_a_backward_in_groups_of_heads_takes_what_one_launch_found(monkeypatch):
 
 def test_only_chunks_that_do_not_forget_it_wait_for_what_comes(monkeypatch):
     """Where all of a head's spans forget; else the first begins with what comes."""
-    x, cuts = of_three_spans(monkeypatch)
+    x, cuts = of_three_spans(monkeypatch, 128)
     x = {n: t[:, : cuts[1]].contiguous() for n, t in x.items()}
     ranks, chain = line_of_ranks.groups(2, x["q"].device), Chain.line(2)
     ranks[1].mailboxes.patience = 10**7

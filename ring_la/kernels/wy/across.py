@@ -224,7 +224,7 @@ class KDASpans:
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         B, T, H = inputs.v.shape[:3]
         heads = kda_launches.group(kda_launches.chunks(B, T, cu), H) if train else H  # of one launch
-        return _cut(KDACall.of(inputs, cu, scale, heads, carrying=not train), kda_launches.CHUNK)
+        return _cut(KDACall.of(inputs, cu, scale, heads, train), kda_launches.CHUNK)
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True

@@ -3,6 +3,7 @@
 #define C 16  // tokens a chunk
 #define D 128 // channels of a head
 #define OUTER a.outer
+#define A_ROW a.spans
 #include "spans.cuh"
 #include "maps.cuh"
 #if MAILED
@@ -33,7 +34,7 @@ struct Args {
   int first_head, heads; // this launch's
   int given;             // whether `states` holds what enters every span, as S0 holds it, so that none waits
   int side_by_side;      // whether all programs run at once
-  int outer;             // tokens of a row's first span (backward: with a minus sign its last), see `span_of`
+  int outer, spans;      // tokens of a row's first span, and how many it has, see `span_of`; without a table
   float scale;
 #if MAILED
   Mail mail;

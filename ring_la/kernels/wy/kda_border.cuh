@@ -2,8 +2,9 @@
 // to a state, where that is asked for.
 //
 // Each looks whether the span before its own forgets what enters it, and that of a piece's first span whether its last one does. If
-// all do, what leaves the piece is found of its last chunks and sent, and the first span is gone over from zero, since its own first
-// chunks forget what comes, too; these are gone over again in the end, when that has long been there. So nobody waits for a rank.
+// all do, what leaves the piece is found of its last chunks and sent, by programs beside those of spans, on multiprocessors that are
+// left. The first span is gone over from zero, since its own first chunks forget what comes, too; these are gone over again in the end,
+// with what has long come. So nobody waits for a rank.
 //
 // Where a span does not forget, the program behind it has nothing to begin with. It finds what that span adds and its transition, and waits;
 // the program of the first span, which does so for the last one, carries what comes through all of them (`carry`). Other launches may
@@ -15,20 +16,24 @@
 #define BOUNDS (ORDERS + 64)
 #define LANES (BOUNDS + 48)
 #define HEARD (LANES + 16)
-#define AGAIN (HEARD + 16)    // how many chunks are gone over again; zero at first
+#define AGAIN (HEARD + 16)    // of each warp that carries the state: how many chunks are gone over again
+#define ASKED (AGAIN + 32)    // by programs beside, four words each of eight pieces' heads: what is to do
+#define TURNS_OVER (ASKED + 128)                // of each of their warps `TURN` bytes
+#define PICKED (TURNS_OVER + 8 * TURN)          // two words: which pieces' heads those that take have
 #define PATIENT 64            // times that it is asked for what others may not have begun; each takes a microsecond or more
 
 enum Known { FORGETS = 1, SOUGHT, FOUND };  // of a span: it has the transition 0; its map is being found; and is there
 INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }
-enum Taking { THERE = 1, WANTED, UNWANTED, TAKEN };  // what enters a piece, by programs `beside`; TAKEN: one of them waits for it
+enum Taking { THERE = 1, WANTED, UNWANTED, TAKEN };  // what enters a piece, by programs beside; TAKEN: one of them waits for it
 INLINE int* taking(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }  // s: its first span
+enum { MINE = 4 };  // see `ask`
+INLINE bool leaves(const Mail& m) { return m.target >= 0 || m.keeps; }  // what leaves pieces is wanted
 INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads nothing else
 
 // -- chunks ------------------------------------------------------------------------------------------------------------
-// Those who make chunks begin before anything is known, with a slot each: of the piece's last chunks two, and the span's, or the two
-// before it. They then make what is ordered.
+// Those who make chunks begin before anything is known, with a slot each: the span's, and where it is not first the two before it. They
+// then make what is ordered.
 
-INLINE int ends_ahead(const Span& x, const Span& y) { return x.first ? early(y) : 0; }
 // The span before x, the s-th; of a piece's first span its last
 INLINE Span span_before(const Args& a, const Span& x, int s) { return span_of(a, x.first ? s + spans_a_row(a) - 1 : s - 1); }
 
@@ -45,9 +50,8 @@ INLINE void order(u32 base, int& k, const Order& j) {  // the k-th, by eight war
   else between_all();
 }
 
-INLINE void produce(const Args& a, const Span& x, const Span& y, int h, u32 base, int w, int lane) {
-  const int from = w - ends_ahead(x, y);
-  int t = from < 0 ? y.end + from * C : x.begin + (from - (x.first ? 0 : 2)) * C, end = from < 0 ? y.end : x.end;
+INLINE void produce(const Args& a, const Span& x, int h, u32 base, int w, int lane) {
+  int t = x.begin + (w - (x.first ? 0 : 2)) * C, end = x.end;
   bool values = true;
   const u32 full = base + BARS + w * 16;
   u32 at = base + ORDERS;
@@ -123,47 +127,30 @@ INLINE int forgets_before(const Args& a, int t, int h, u32 base, int w, int lane
 }
 
 // Passes of a program before its own span: what a span adds to what enters it; its transition; what the span before it adds, if that
-// forgets what enters it; what leaves the piece, if its last span does
-enum { ADDS, TURNS, BEFORE, ENDS };
+// forgets what enters it
+enum { ADDS, TURNS, BEFORE };
 
-// What span z, the s-th, does to a state; or (`forgets`: by how many chunks, of its last span) what leaves the piece, which goes where it
-// is wanted, by programs `beside` if there are some. `c` chunks are done.
-INLINE void find(const Args& a, const Span& z, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
+// What span z, the s-th, does to a state. `c` chunks are done.
+INLINE void find(const Args& a, const Span& z, int s, int h, int& c, int& k, u32 base, int w, int lane) {
   const Mail& m = a.mail;
-  const bool ends = forgets >= 0;
-  int before = -1;
-  if (!ends) {
-    if (!z.first) before = forgets_before(a, z.begin, h, base, w, lane);
-    if (c < SLOTS) discard(c, SLOTS, base, lane);
-    c = max(c, SLOTS);
-    const int n = chunks_of(z);
-    order(base, k, {z.begin, n, c, c + 2 * n, z.end, TURNED});
-  }
-  const int passes = ends ? ENDS + 1 : before < 0 ? BEFORE : ENDS;
+  const int before = z.first ? -1 : forgets_before(a, z.begin, h, base, w, lane);
+  if (c < SLOTS) discard(c, SLOTS, base, lane);
+  c = max(c, SLOTS);
+  const int all = chunks_of(z);
+  order(base, k, {z.begin, all, c, c + 2 * all, z.end, TURNED});
 #pragma unroll 1
-  for (int pass = ends ? ENDS : ADDS; pass < passes; pass++) {
+  for (int pass = ADDS; pass < (before < 0 ? BEFORE : BEFORE + 1); pass++) {
     asm volatile("" : "+r"(lane));  // places are found anew for each, for which there are no registers
-    int t = z.begin, n = chunks_of(z);
-    if (pass == BEFORE) t -= before * C, n = before;
-    if (pass == ENDS) t = z.end - 2 * C, n = 2;
+    const int t = pass == BEFORE ? z.begin - before * C : z.begin, n = pass == BEFORE ? before : chunks_of(z);
     float S[16][4];
     if (pass == TURNS) identity(S, w, lane);
     else begin_with(S, 0, w, lane);
     if (pass == BEFORE) order(base, k, {t, before, c, c + before, z.begin, 0});
-    walk(S, a, h, t, z.end, z.end, 0, c, c + n, pass == ENDS ? c + 2 - forgets : 0, base, w, lane);
+    walk(S, a, h, t, z.end, z.end, 0, c, c + n, 0, base, w, lane);
     c += n;
     asm volatile("" : "+r"(lane));
     const u64 i = (u64)(s - (pass == BEFORE)) * a.H + h;
-    if (pass == ENDS) {
-      float* const leaving = m.leaving + ((u64)z.piece * a.H + h) * (D * D);
-      put_state(S, leaving, w, lane);
-      if (m.target >= 0 && !beside(a)) {
-        between_warps();
-        send(leaving, m, first_lane(a, z, h), base + LANES, w, lane, [] { between_warps(); });
-      }
-    } else {
-      put_state(S, (pass == TURNS ? a.parts : m.adds) + i * (D * D), w, lane);
-    }
+    put_state(S, (pass == TURNS ? a.parts : m.adds) + i * (D * D), w, lane);
     if (pass == TURNS) {
       put_squares(S, m.squares + i * 8, w, lane);
       put_map(S, m.images + i * (MAP / 2), base, w, lane);
@@ -183,19 +170,15 @@ INLINE bool seek(const Args& a, int s, int h, u32 said, int w, int lane) {
 INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
   const Mail& m = a.mail;
   const int spans = spans_a_row(a), s0 = x.piece * spans;
-  const bool ends = x.first && (m.target >= 0 || m.keeps);
   u64 zeros = 0;
   int z = x.first ? s0 + spans - 1 : s - 1, left = PATIENT, of = forgets;  // of: by how many chunks span z forgets
   if (forgets < 0 && !x.first && !seek(a, z, h, base + HEARD, w, lane)) return 0;  // the first span's program does
   const u64 mine = forgets < 0 ? 0 : 1ull << (z - s0);
-  if (forgets < 0 && x.first && w == 0 && lane == 0) {  // those beside have nothing to do
-    say(known(a, z, h), SOUGHT);
-    say(taking(a, s, h), UNWANTED);
-  }
+  if (forgets < 0 && x.first && w == 0 && lane == 0) say(known(a, z, h), SOUGHT);  // those beside have nothing to do
 #pragma unroll 1
   for (bool own = true; z >= 0; own = false) {
-    const bool wanted = !x.first || !own || ends || m.composes;  // nobody reads a last span's map where nothing leaves
-    if (of < 0 ? wanted : own && ends) find(a, span_of(a, z), z, h, of, c, k, base, w, lane);
+    const bool wanted = !x.first || !own || leaves(m) || m.composes;  // nobody reads a last span's map where nothing leaves
+    if (of < 0 && wanted) find(a, span_of(a, z), z, h, c, k, base, w, lane);
     between_warps();  // all is written
     if (w == 7 && lane == 0) {  // another one asks meanwhile
       m.zero[z * a.H + h] = max(of, 0);
@@ -208,9 +191,8 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
   return zeros | mine;
 }
 
-// Wait until programs beside have taken what enters a piece; false: there are none, or they are kept out, and will not. By eight warps.
+// Wait until programs beside have taken what enters a piece; false: they are kept out, and will not. By eight warps.
 INLINE bool comes_beside(const Args& a, int s, int h, u32 said, int w, int lane) {
-  if (!beside(a)) return false;
   if (w == 0) {
     int x;
     for (int left = PATIENT; (x = load_acquire(taking(a, s, h))) != THERE && x != UNWANTED; left--)
@@ -228,7 +210,7 @@ INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, i
   float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
   if (!comes_beside(a, s, h, base + HEARD, w, lane)) receive(entering, a.mail, first_lane(a, x, h), 0, w, lane, [] { between_warps(); });
   begin_with(S, entering, w, lane);
-  const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN));
+  const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN + w * 4));
   walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
 }
 
@@ -251,11 +233,11 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
   if (!whole) {
     if (x.first && comes && forgets[1] > 0) again = first_does ? 1 : 2;
     if (!x.first) before = forgets[0];
-    done = x.first ? ends_ahead(x, y) : 2 - before;
+    done = x.first ? 0 : 2 - before;
   }
-  if (x.first && w == 7 && lane == 0) say(taking(a, s, h), again ? WANTED : UNWANTED);
   discard(c, done, base, lane);
-  if (again && w == 0 && lane == 0) sts32(base + AGAIN, again);
+  if (lane == 0) sts32(base + AGAIN + w * 4, again);
+  if (x.first && w == 0 && lane == 0) say(taking(a, s, h), again ? WANTED : UNWANTED);
   if (whole && x.first) {
     const bool sends = forgets[0] < 0 && m.target >= 0, ends = sends || (forgets[0] < 0 && m.keeps);
     if (sends && w == 0) claim(m, lanes, base + LANES, lane);
@@ -273,50 +255,139 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
     receive(entering, m, lanes, 0, w, lane, [] { between_warps(); });
   } else {
     from = given(a, x.piece, h);
-    if (m.composes && !beside(a)) enter(a, x.piece, s, h, w, lane);
   }
   float S[16][4];
   begin_with(S, from, w, lane);
   walk(S, a, h, t, uniform(x.begin) + again * C, uniform(x.end), 0, done, stop, 0, base, w, lane);
-  if (uniform(lds32(base + AGAIN))) go_again(S, a, stop, base, w, lane);
+  if (uniform(lds32(base + AGAIN + w * 4))) go_again(S, a, stop, base, w, lane);
 }
 
 // -- programs beside ------------------------------------------------------------------------------------------------------
-// Where multiprocessors are left, programs that send what leaves pieces and take what comes, while those of first spans go over these.
-// Eight warps, the `who`-th of `all`, have 32 pieces' heads at most. They send first, since they wait for what comes.
-template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said, int w, int lane, Sync sync) {
-  const Mail& m = a.mail;
-  const int spans = spans_a_row(a), jobs = (a.pieces * a.H - who + all - 1) / all;
-  const int own = who + min(lane, jobs - 1) * all;  // a lane looks after one of them
-  u32 sends = m.target < 0 ? 0 : (u32)ones(jobs), takes = m.source < 0 ? 0 : (u32)ones(jobs);
-  launch_before();  // flags are there
-  if (m.composes && m.source < 0)
-    for (int i = who; i < a.pieces * a.H; i += all) enter(a, i / a.H, i / a.H * spans, i % a.H, w, lane);
+// The `who`-th of `all` has every `all`-th of the pieces' heads, from its own on: first what leaves them, then what comes, where that is
+// wanted. Of eight heads at a time the last chunks are made before it is known what forgets; where one chunk does not, both are made then,
+// four heads' at a time. So all slots are used each time.
+
+INLINE int heads_of(const Args& a, int who, int all) { return (a.pieces * a.H - who + all - 1) / all; }
+INLINE int first_span(const Args& a, int i) { return i / a.H * spans_a_row(a); }  // of the i-th piece's head
+INLINE int last_span(const Args& a, int i) { return first_span(a, i) + spans_a_row(a) - 1; }
+
+// Of eight heads, those that forget by `chunks`
+INLINE u32 heads_by(int chunks, u32 asked, int lane) {
+  return __ballot_sync(~0u, lane < 8 && (lds32(asked + (lane & 7) * 16) & (MINE - 1)) == chunks);
+}
+INLINE int nth_of(u32 bits, int n) {  // or -1
+  for (; n; n--) bits &= bits - 1;
+  return 63 - __clzll(bits & -bits);
+}
+
+// By eight warps.
+INLINE void make_ends(const Args& a, int who, int all, u32 base, int w, int lane) {
+  const int n = leaves(a.mail) ? heads_of(a, who, all) : 0;
+  u32 two = 0;
 #pragma unroll 1
-  while (sends | takes) {
+  for (int j = 0, round = 0, c = w; j < n; c += SLOTS) {  // round 0: before it is known
+    const int k = round ? nth_of(two, 4 * (round - 1) + (w >> 1)) : j + w < n ? w : -1;
+    if (c >= SLOTS) bar_wait(base + BARS + w * 16 + 8, (c / SLOTS - 1) & 1);
+    if (k >= 0) {
+      const int i = who + (j + k) * all, end = uniform(span_of(a, last_span(a, i)).end);
+      make_chunk(a, max(end - (round ? 2 - (w & 1) : 1) * C, 0), end, i % a.H, true, base, w, lane);
+    } else if (lane == 0) {
+      bar_arrive(base + BARS + w * 16);
+    }
+    if (!round) {
+      between_all();  // it is known
+      two = heads_by(2, base + ASKED, lane);
+    }
+    if (4 * round++ < __popc(two)) continue;
+    j += 8, round = 0;
+    if (j < n) between_all();  // what was asked is read
+  }
+}
+
+// How many chunks are gone over of eight heads from the j-th on: none where the last span does not forget, and another program sends; and
+// whether lanes are this program's, which were claimed (MINE). By eight warps.
+INLINE void ask(const Args& a, int j, int who, int all, u32 asked, int w, int lane) {
+  if (w == 0) {
+    const int k = j + lane / UNITS, n = heads_of(a, who, all), i = who + min(k, n - 1) * all, s = last_span(a, i);
+    int found;
+    while (!(found = load_acquire(known(a, s, i % a.H)))) {}
+    const bool wanted = found == FORGETS && k < n;
+    const bool mine = a.mail.target >= 0 && take_lane(a.mail, i * UNITS + lane % UNITS, wanted, lane);
+    sts32(asked + lane * 4, wanted ? a.mail.zero[s * a.H + i % a.H] + mine * MINE : 0);
+  }
+  between_all();
+}
+
+// What leaves the pieces; and what enters, where it is kept and nothing comes. By eight warps.
+INLINE void send_ends(const Args& a, int who, int all, u32 base, int w, int lane) {
+  const Mail& m = a.mail;
+  const int n = leaves(m) ? heads_of(a, who, all) : 0;
+  if (m.composes && m.source < 0)
+    for (int i = who; i < a.pieces * a.H; i += all) enter(a, i / a.H, first_span(a, i), i % a.H, w, lane);
+  int c = 0;
+#pragma unroll 1
+  for (int j = 0; j < n; j += 8) {
+    if (j) between_all();
+    ask(a, j, who, all, base + ASKED, w, lane);
+    const u32 one = heads_by(1, base + ASKED, lane), two = heads_by(2, base + ASKED, lane);
+#pragma unroll 1
+    for (int k = 0; k < 8 + (__popc(two) + 3 & ~3); k++) {
+      const int room = k < 8 ? 1 : 2, head = k < 8 ? one >> k & 1 ? k : -1 : nth_of(two, k - 8);
+      c += room;
+      if (head < 0) {
+        discard(c - room, c, base, lane);
+        continue;
+      }
+      const int i = who + (j + head) * all, end = uniform(span_of(a, last_span(a, i)).end);
+      float S[16][4];
+      begin_with(S, 0, w, lane);
+      walk(S, a, i % a.H, end - room * C, end, end, 0, c - room, c, 0, base, w, lane);
+      asm volatile("" : "+r"(lane));
+      if (m.keeps) put_state(S, m.leaving + (u64)i * (D * D), w, lane);
+      const bool mine = lds32(base + ASKED + head * 16 + (w >> 1) * 4) >= MINE;
+      if (m.target >= 0) put_rows(S, base + TURNS_OVER + w * TURN, m, i * UNITS, mine, w, lane);
+    }
+  }
+}
+
+// What comes, by two times eight warps that `sync`, which have every other one (`odd`); EACH: see `take_in`. Lanes are given back late,
+// since that waits for all that was written.
+template <int EACH, class Sync> INLINE void take_all(const Args& a, int who, int all, int odd, u32 picked, int w, int lane, Sync sync) {
+  const Mail& m = a.mail;
+  const int n = m.source >= 0 ? heads_of(a, who, all) : 0;
+#pragma unroll 1
+  for (int j = 0; j < n; j += 8) {
     if (w == 0) {
-      const int s = own / a.H * spans, h = own % a.H;
-      const int end = load_acquire(known(a, s + spans - 1, h)), begin = load_acquire(taking(a, s, h));
-      const u32 some = __ballot_sync(~0u, end != 0) & sends, others = sends ? 0 : __ballot_sync(~0u, begin != 0) & takes;
-      const int j = 63 - __clzll(some ? some : others);
-      int x = __shfl_sync(~0u, some ? end : begin, max(j, 0));
-      if (!some && x == WANTED && lane == j) x = swap_anywhere(taking(a, s, h), WANTED, TAKEN);
-      x = __shfl_sync(~0u, x, max(j, 0));
-      if (lane == 0) sts64(said + 16, j < 0 ? 0 : some ? 1u << j : 0, j < 0 || some ? 0 : 1u << j), sts32(said + 24, x);
+      const bool own = lane < 8 && (lane & 1) == odd && j + lane < n;
+      const int i = who + (own ? j + lane : 0) * all;
+      int* const at = taking(a, first_span(a, i), i % a.H);
+      while (own && !load_acquire(at)) {}
+      const u32 mine = __ballot_sync(~0u, own && swap_anywhere(at, WANTED, TAKEN) == WANTED);
+      if (lane == 0) sts32(picked, mine);
     }
     sync();
-    u32 now[2];
-    lds64(now, said + 16);
-    const int found = uniform(lds32(said + 24)), i = who + (63 - __clzll((u32)uniform(now[0] | now[1]))) * all;
-    const int piece = i / a.H, h = i % a.H, s = piece * spans;
-    const bool send_now = uniform(now[0]) && found == FORGETS, take_now = uniform(now[1]) && found == WANTED;
-    sends &= ~now[0], takes &= ~now[1];
-    if (send_now || take_now) {
-      const int lanes = first_lane(a, span_of(a, s), h);
-      if (send_now) send(m.leaving + ((u64)piece * a.H + h) * (D * D), m, lanes, said, w, lane, sync);
-      else receive(m.entering + ((u64)s * a.H + h) * (D * D), m, lanes, 0, w, lane, sync);
-      if (take_now && w == 1 && lane == 0) store_release(taking(a, s, h), THERE);
+    const u32 mine = uniform(lds32(picked));
+#pragma unroll 1
+    for (int k = odd; k < 8; k += 2) {
+      if (!(mine >> k & 1)) continue;
+      const int i = who + (j + k) * all, s = first_span(a, i), h = i % a.H;
+      take_in<EACH>(m.entering + ((u64)s * a.H + h) * (D * D), m, i * UNITS, 0, w, lane);
+      sync();
+      if (w == 1 && lane == 0) store_release(taking(a, s, h), THERE);
     }
-    sync();  // words are read
+    if (w == 0 && mine >> lane / UNITS & 1) give_back(m, (who + (j + lane / UNITS) * all) * UNITS + lane % UNITS);
+    sync();  // what stands there is read
   }
+}
+
+// By eight warps each, as `produce` and `consume`.
+INLINE void produce_beside(const Args& a, int who, u32 base, int w, int lane) {
+  make_ends(a, who, beside(a), base, w, lane);
+  launch_before();  // flags are there
+  take_all<4>(a, who, beside(a), 0, base + PICKED + 4, w, lane, [] { between_others(); });
+}
+INLINE void consume_beside(const Args& a, int who, u32 base, int w, int lane) {
+  launch_before();
+  send_ends(a, who, beside(a), base, w, lane);
+  take_all<8>(a, who, beside(a), 1, base + PICKED, w, lane, [] { between_warps(); });
 }

@@ -533,7 +533,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     bar_init(base + OPEN, 1);
 #if FINDS
     for (int i = 0; i < 2; i++) bar_init(base + WORDS + i * 8, 1);
-    sts32(base + AGAIN, 0);
 #endif
     bars_ready();
 #if MAILED && KEEP
@@ -564,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   }
 #else
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-#if MAILED
+#if MAILED && KEEP
   const int who = ((int)blockIdx.x - a.count * a.heads) * 2, all = beside(a) * 2;
   if (who >= 0) {
     if (uniform(tid >> 8)) help(a, who + 1, all, base + 32, w, lane, [] { between_others(); });
@@ -572,13 +571,37 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     return;
   }
 #endif
+#if FINDS
+  const int who = (int)blockIdx.x - a.count * a.heads;
+  if (uniform(tid >> 8)) {
+    registers_down<96>();
+    if (who < 0) {
+      int s, h;
+      const Span x = work_of(a, base + SAID, s, h);
+      if (x.end <= x.begin) return;
+      produce(a, x, h, base, w, lane);
+    } else {
+      produce_beside(a, who, base, w, lane);
+    }
+  } else {
+    registers_up<160>();
+    if (who < 0) {
+      int s, h;
+      const Span x = work_of(a, base + SAID, s, h);
+      if (x.end <= x.begin) return;
+      consume(a, x, span_before(a, x, s), s, h, base, w, lane);
+    } else {
+      consume_beside(a, who, base, w, lane);
+    }
+  }
+#else
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
 #if DEFERRED
   if (x.first || load_acquire(decided(a, s, h)) != 2) return;
   const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
-#elif !FINDS
+#else
 #if LEAVES
   if (!x.first) {
     if (uniform(tid >> 8) == 0) decide(a, x, s, h, base + SAID, w, lane);
@@ -589,24 +612,19 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {
-    registers_down<FINDS ? 96 : 104>();
-#if FINDS
-    produce(a, x, span_before(a, x, s), h, base, w, lane);
-#else
+    registers_down<104>();
     produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
 #if MAILED
     if (uniform(x.first)) take_back(a, x, s, h, w, lane, [] { between_others(); });
 #endif
-#endif
   } else {
-    registers_up<FINDS ? 160 : 152>();
-#if FINDS
-    consume(a, x, span_before(a, x, s), s, h, base, w, lane);
-#elif DEFERRED
+    registers_up<152>();
+#if DEFERRED
     consume(a, x.last, n, base, w, lane);
 #else
     consume(a, x, s, h, t0, n, base, w, lane);
 #endif
   }
+#endif
 #endif
 }

@@ -30,16 +30,17 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-CARRYING = 3
-"""Chunks that finding what leaves a rank and going over the first ones again are worth."""
-BESIDE = 4
-"""Programs that only send and take states, at most."""
+SHORTER, CARRYING = 1, 2
+"""Chunks by which a first span is shorter where states meet those of other ranks, since its first ones are gone over
+again. Where gradients follow the last span is longer, which backward does not begin early; without, all others are."""
+BESIDE, LEFT = 32, 4
+"""Programs beside those of spans, which see to states that leave and come, at most; multiprocessors left for them."""
 SPANS, TOKENS = 4, 8192
 """Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "17Q11if", "4Q2q7Q9i4x"
+ARGUMENTS, MAIL = "17Q12if4x", "4Q2q7Q9i4x"
 SHARED = 232448
 
 
@@ -72,9 +73,8 @@ def side_by_side(programs: int, device: torch.device) -> bool:
 
 
 def beside(programs: int, states: int, device: torch.device) -> int:
-    """Programs that only send and take those states, beside a launch's others: on what multiprocessors are left."""
-    left = max(0, min(BESIDE, multiprocessors(device) - programs))
-    return left if states <= 64 * left else 0  # each looks after two times 32
+    """Programs that see to those states, beside a launch's others: on what multiprocessors are left in the end."""
+    return min(BESIDE, states, -programs % multiprocessors(device))
 
 
 def as_read(inputs: Inputs) -> Inputs:
@@ -120,7 +120,7 @@ class KDACall:
     Attributes:
         inputs: q, k, v bf16, g and beta fp32 or bf16; contiguous, batch rows one behind the other.
         pieces: documents, or batch rows. runs: the spans of packed documents; None: rows are cut evenly, but for the
-            first span, which has `outer` tokens.
+            first span, which has `outer` tokens, and the last one, which has what is left.
     """
 
     inputs: Inputs
@@ -134,23 +134,24 @@ class KDACall:
     runs: Runs | None
 
     @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int, carrying: bool = False) -> KDACall:
-        """`heads`: of one launch. `carrying`: states meet those of other ranks, and no gradients follow, so that the
-        first span, whose program has more to do then, is shorter."""
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int, train: bool | None = None) -> KDACall:
+        """`heads`: of one launch. `train`: states meet those of other ranks, and whether gradients follow."""
         inputs = as_read(inputs)
         v = inputs.v
         B, T = v.shape[:2]
         pieces = B if cu is None else cu.numel() - 1
-        wanted = max(1, multiprocessors(v.device) // (heads * pieces))
+        left = 0 if train is None else LEFT
+        wanted = max(1, (multiprocessors(v.device) - left) // (heads * pieces))
         length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
         if cu is None:
-            each, outer, spans = cdiv(T, CHUNK), length // CHUNK - CARRYING, cdiv(T, length)
-            if carrying and spans > 1 and outer >= 2 * CARRYING:
-                length, outer = cdiv(each - outer, spans - 1) * CHUNK, outer * CHUNK
-            else:
-                outer = length
-            count = B * (1 + cdiv(max(T - outer, 0), length))
-            return cls(inputs, None, scale, pieces, length, outer, count, B * each, None)
+            spans, outer = cdiv(T, length), length
+            shorter = SHORTER if train else CARRYING
+            if train is not None and spans > 1 and length > 4 * shorter * CHUNK:
+                outer -= shorter * CHUNK
+                if not train:
+                    length = cdiv(cdiv(T - outer, CHUNK), spans - 1) * CHUNK
+                    spans = 1 + cdiv(T - outer, length)
+            return cls(inputs, None, scale, pieces, length, outer, B * spans, B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
         runs = Runs.of(T, length, CHUNK, cu)
         return cls(inputs, cu, scale, pieces, length, length, runs.count, T // CHUNK + pieces, runs)
@@ -188,11 +189,13 @@ class KDACall:
         programs = count * len(heads)
         mailed = bool(passing.mail)
         helping = beside(programs, self.pieces * H, x.v.device) if mailed and name != "backward" else 0
+        if mailed and name == "forward":
+            helping = max(1, helping)  # it begins last where no multiprocessor is left
         arguments: Any = (
             programs + helping, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, passing.squares, passing.arrived, *kept, x.v.shape[1], H,
             x.q.shape[2], count, self.length, self.pieces, heads.start, len(heads), passing.given,
-            side_by_side(programs, x.v.device), -self.outer if further else self.outer, self.scale, *passing.mail,
+            side_by_side(programs, x.v.device), self.outer, count // self.pieces, self.scale, *passing.mail,
             *further,
         )  # fmt: skip
         early = waits or (mailed and name != "backward")  # beside the launch of its flags, or of maps

@@ -58,13 +58,18 @@ INLINE bool is_late(const Mail& m, int peer, u64& start, int lane) {
   return late;
 }
 
-// Take the lanes from `first` on to the target, in time or not, which is said in four words of shared memory. By a warp.
-INLINE void claim(const Mail& m, int first, u32 said, int lane) {
-  int* const flag = flag_of(m, m.me, m.target, first + (lane & (UNITS - 1)));
-  bool mine = lane >= UNITS || swap_anywhere(flag, 0, 1) == 0;
+// Take lane `i` to the target, where it is `wanted`, in time or not; whether it is this thread's. By a warp.
+INLINE bool take_lane(const Mail& m, int i, bool wanted, int lane) {
+  int* const flag = flag_of(m, m.me, m.target, i);
+  bool mine = !wanted || swap_anywhere(flag, 0, 1) == 0;
   u64 start = 0;
   while (__any_sync(~0u, !mine) && !is_late(m, m.target, start, lane))
     if (!mine) mine = swap_anywhere(flag, 0, 1) == 0;
+  return mine && wanted;
+}
+// The lanes from `first` on, which is said in four words of shared memory. By a warp.
+INLINE void claim(const Mail& m, int first, u32 said, int lane) {
+  const bool mine = take_lane(m, first + (lane & (UNITS - 1)), lane < UNITS, lane);
   if (lane < UNITS) sts32(said + lane * 4, mine);
 }
 // Four words as they are sent
@@ -108,18 +113,36 @@ INLINE void put_from(const float (&S)[16][4], u32 at, const Mail& m, int first, 
     lds128(x, at + (i >> 10) * 16384 + k * 128 + ((i & 7) ^ ((k >> 1 & 3) << 1)) * 16);
   });
 }
+#define TURN 640 // bytes of shared memory by way of which a warp sends its rows: eight of K, padded so that no two share banks
+// The same by warps that do not wait for each other, each by way of `TURN` bytes at `turn`, where its lane is `mine`.
+INLINE void put_rows(const float (&S)[16][4], u32 turn, const Mail& m, int first, bool mine, int w, int lane) {
+  const int row = lane >> 2, column = lane & 3;
+  u32* const to = room_of(m, m.me, m.target, first + (w >> 1)) + row * COLUMNS + (w & 1) * 16 + column * 4;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    u32 x[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      sts32(turn + (2 * column + (e & 1)) * 80 + (row + (e >> 1) * 8) * 4, __float_as_uint(S[nt][e]));
+    __syncwarp();
+    lds128(x, turn + row * 80 + column * 16);
+    as_sent(x);
+    stg128_if(to + nt * 8 * COLUMNS, x, mine);
+    __syncwarp();
+  }
+}
 
-// Take a state `to` its place, as soon as all of it has come: what has not in time is NaN. The lanes are given back. By eight warps
-// that `sync`, which may read it then. stage: shared memory where it is put, too, as `pass_on` finds it; 0: it is not.
-template <class Sync> INLINE void receive(float* to, const Mail& m, int first, u32 stage, int w, int lane, Sync sync) {
+// Take a state `to` its place, as soon as all of it has come: what has not in time is NaN. By eight warps. stage: shared memory where it is
+// put, too, as `pass_on` finds it; 0: it is not. EACH: in how many registers of 16 bytes at a time.
+template <int EACH> INLINE void take_in(float* to, const Mail& m, int first, u32 stage, int w, int lane) {
   u64 start = 0;
 #pragma unroll 1
-  for (int j = 0; j < 16; j += 8) {
-    u32 x[8][4];
+  for (int j = 0; j < 16; j += EACH) {
+    u32 x[EACH][4];
     for (bool late = false;;) {
       bool missing = false;
 #pragma unroll
-      for (int n = 0; n < 8; n++) {
+      for (int n = 0; n < EACH; n++) {
         const int i = (j + n) * 256 + w * 32 + lane;
         load_anywhere(x[n], room_of(m, m.source, m.me, first + (i >> 10)) + (i & 1023) * 4);
 #pragma unroll
@@ -129,7 +152,7 @@ template <class Sync> INLINE void receive(float* to, const Mail& m, int first, u
       late = is_late(m, m.source, start, lane);
     }
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < EACH; n++) {
       const int i = (j + n) * 256 + w * 32 + lane;
       const u32 none[4] = {UNSENT, UNSENT, UNSENT, UNSENT};
       stg128(room_of(m, m.source, m.me, first + (i >> 10)) + (i & 1023) * 4, none);
@@ -144,13 +167,15 @@ template <class Sync> INLINE void receive(float* to, const Mail& m, int first, u
       }
     }
   }
+}
+INLINE void give_back(const Mail& m, int i) { store_release_anywhere(flag_of(m, m.source, m.me, i), 0); }  // a lane, when all is taken in
+// Both, by eight warps that `sync`, which may read it then.
+template <class Sync> INLINE void receive(float* to, const Mail& m, int first, u32 stage, int w, int lane, Sync sync) {
+  take_in<8>(to, m, first, stage, w, lane);
   sync();
-  if (w == 0 && lane < UNITS) store_release_anywhere(flag_of(m, m.source, m.me, first + lane), 0);
+  if (w == 0 && lane < UNITS) give_back(m, first + lane);
 }
 
-template <class Args> INLINE int spans_a_row(const Args& a) {
-  return 1 + max(a.T - (OUTER < 0 ? -(OUTER) : OUTER) + a.length - 1, 0) / a.length;
-}
 template <class Args> INLINE int first_lane(const Args& a, const Span& x, int h) { return (x.piece * a.H + h) * UNITS; }
 INLINE u64 ones(int n) { return n ? ~(u64)0 >> 64 - n : 0; }
 

@@ -1,8 +1,14 @@
 // What the fused kernels of one device's tokens share: spans of a head's tokens, each a program's, and how they hand
 // states on. A file that includes this says before it how many tokens a chunk has (C) and channels a head (D), and of rows
-// that are cut evenly but for one span how many tokens that has: the first, or with a minus sign the last (OUTER).
+// that are cut evenly but for one span how many tokens that has: the first, or with a minus sign the last (OUTER). The last has what is
+// left.
 #pragma once
 #include "hopper.cuh"
+
+#ifndef A_ROW // of spans, where there is no table
+#define A_ROW (a.count / a.pieces)
+#endif
+template <class Args> INLINE int spans_a_row(const Args& a) { return A_ROW; }
 
 struct Span { int begin, end, piece, chunk, first, last; };  // chunk: the number of its first
 
@@ -12,8 +18,7 @@ template <class Args> INLINE Span span_of(const Args& a, int s) {
     const int* row = a.table + s * 6;
     x.begin = row[0]; x.end = row[1]; x.piece = row[2]; x.chunk = row[3]; x.first = row[4]; x.last = row[5];
   } else {
-    const int outer = OUTER < 0 ? -(OUTER) : OUTER, before = OUTER < 0 ? 0 : outer - a.length;
-    const int each = 1 + max(a.T - outer + a.length - 1, 0) / a.length, n = s % each;
+    const int before = OUTER < 0 ? 0 : OUTER - a.length, each = spans_a_row(a), n = s % each;
     x.piece = s / each; x.first = n == 0; x.last = n == each - 1;
     const int begin = x.first ? 0 : before + n * a.length;
     x.chunk = x.piece * ((a.T + C - 1) / C) + begin / C;

@@ -255,6 +255,7 @@ inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
 template <class Value> inline Value __ldcg(const Value* p) { return *p; }
 inline int __clzll(uint64_t x) { return x ? __builtin_clzll(x) : 64; }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int atomicAdd(int* p, int x) { machine::written_before(); const int before = *p; *p += x; machine::it().progress++; return before; }
 inline float atomicAdd(float* p, float x) { const float before = *p; *p += x; machine::it().progress++; return before; }
 
