@@ -221,9 +221,9 @@ def test_one_program_sees_to_many_heads(monkeypatch, train):
     monkeypatch.setattr(Emulated, "BESIDE", 64)
     monkeypatch.setattr(kda_launches, "BESIDE", 1)
     monkeypatch.setattr(kda_launches, "SPAN", 160)
-    T, H = 3 * 288, 11
+    T, H = 3 * 288, 9
     q, k, v, beta = draw(T, H, 1)
-    fall = torch.tensor([3.0, 1.5, 3.0, 1.5, 1.5, 1.5, 1.5, 0.02, 1.5, 3.0, 1.5])
+    fall = torch.tensor([3.0, 1.5, 1.5, 1.5, 1.5, 1.5, 3.0, 0.02, 1.5])
     g = -fall[:, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))
     x, cuts = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [288 * i for i in range(4)]
     (S0, dS), do = torch.randn(2, 1, 1, H, 128, 128), torch.randn_like(v)
