@@ -215,6 +215,18 @@ def test_first_chunks_of_kda_again(monkeypatch, at_a_time, helping):
     assert ((chunks[0] - chunks[1]).flatten(3).norm(dim=-1) <= 4 * LIMIT * chunks[1].flatten(3).norm(dim=-1)).all()
 
 
+def test_a_link_carries_states_where_no_multiprocessor_is_left(monkeypatch):
+    x, cuts = of_three_spans(monkeypatch)
+    monkeypatch.setattr(kda_launches, "multiprocessors", lambda device: 4)
+    S0, (function, kernels, rule) = torch.randn(1, 1, 4, 128, 128), RULES["kda"]
+    mailed = launches_that_carry(monkeypatch)
+    got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), S0, None, None)
+    want = function(*(t.double() for t in x.values()), initial_state=S0[0].double(), output_final_state=True)
+    for found, true in ((got["o"], want.o), (got["S"][0], want.final_state)):
+        assert (found.double() - true).norm() <= LIMIT * true.norm()
+    assert not mailed
+
+
 @pytest.mark.parametrize("train", [True, False], ids=["and backward", "forward"])
 def test_one_program_sees_to_many_heads(monkeypatch, train):
     """Of more than eight, whose last chunk forgets alone, or the last two do, or hardly anything."""

@@ -231,7 +231,7 @@ class KDASpans:
 
     def carries(self, call: KDACall, back: bool) -> bool:
         H = len(_heads(call))  # in groups, a launch would send behind others' states and gradients
-        return _few(call) and (not back or kda_launches.group(call.chunks, H) == H)
+        return _few(call) and kda_launches.beside(call, H) > 0 and (not back or kda_launches.group(call.chunks, H) == H)
 
     def maps(self, call: KDACall, train: bool, arrived: Tensor | None) -> SpanMaps:
         found, passing = _maps(call, arrived, ways=1 if arrived is None else 2)

@@ -486,11 +486,6 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   float S[16][4];
 #if !MAILED
   launch_before();  // flags are there
-#else
-  if (x.first && !beside(a)) {
-    launch_before();  // what leaves is there
-    send_back(a, x, s, h, base + SAID + 16, w, lane, [] { between_warps(); });
-  }
 #endif
 #if LEAVES
   const int skip = x.first ? 0 : uniform(lds32(base + SAID + 4));

@@ -72,11 +72,6 @@ def side_by_side(programs: int, device: torch.device) -> bool:
     return programs <= multiprocessors(device)
 
 
-def beside(programs: int, states: int, device: torch.device) -> int:
-    """Programs that see to those states, beside a launch's others: on what multiprocessors are left in the end."""
-    return min(BESIDE, states, -programs % multiprocessors(device))
-
-
 def as_read(inputs: Inputs) -> Inputs:
     """Inputs as these kernels read them: contiguous; q, k, a, b in the dtype of v, gates and steps in fp32 or bf16."""
     q, k, v, g, beta, a, b = (None if x is None else aligned(x) for x in inputs)
@@ -188,9 +183,7 @@ class KDACall:
         flags = zeros(2 * count * H + 2, x.v.device) if waits else flags
         programs = count * len(heads)
         mailed = bool(passing.mail)
-        helping = beside(programs, self.pieces * H, x.v.device) if mailed and name != "backward" else 0
-        if mailed and name == "forward":
-            helping = max(1, helping)  # it begins last where no multiprocessor is left
+        helping = beside(self, H) if mailed and name != "backward" else 0
         arguments: Any = (
             programs + helping, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, passing.squares, passing.arrived, *kept, x.v.shape[1], H,
@@ -202,6 +195,13 @@ class KDACall:
         kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=early, mailed=mailed)(*arguments)
         if ahead:
             kernel(name, *self.defines, deferred=True)(*arguments)
+
+
+def beside(call: KDACall, heads: int) -> int:
+    """Programs that see to states that leave pieces and come, beside those of spans: on what multiprocessors are left,
+    if all run at once."""
+    left = multiprocessors(call.inputs.v.device) - call.count * heads
+    return max(0, min(BESIDE, call.pieces * heads, left))
 
 
 def forward(
