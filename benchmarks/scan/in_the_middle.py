@@ -14,6 +14,7 @@ import argparse
 import functools
 import json
 import pathlib
+import statistics
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -79,6 +80,7 @@ def steps(x: list[Tensor], do: Tensor, gates: str) -> dict[str, dict[str, Step]]
 
 
 def ms(step: Step, inner: int) -> float:
+    """Of one of `inner` calls in a row; no other rank is waited for, as `timing.seconds` does."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(inner):
@@ -119,11 +121,8 @@ def main() -> None:
             for step in (*arms.values(), *arms.values(), *arms.values()):
                 step()
             replays, refused = captured(arms)
-            times: dict[str, list[float]] = {name: [ms(step, args.inner)][1:] for name, step in replays.items()}
-            for _ in range(args.rounds):
-                for name, step in replays.items():
-                    times[name].append(ms(step, args.inner))
-            found = {name: round(sorted(t)[len(t) // 2], 4) for name, t in times.items()}
+            turns = [{name: ms(step, args.inner) for name, step in replays.items()} for _ in range(args.rounds + 1)]
+            found = {name: round(statistics.median(turn[name] for turn in turns[1:]), 4) for name in replays}
             row = dict(op="kda", gates=args.gates, T=T, heads=args.heads, what=what, mode="graph", ms=found)
             rows.append(row | dict(failed=refused, timelines={name: timeline(step) for name, step in replays.items()}))
             share = f"{found['local'] / found['middle']:.1%}" if len(found) == 2 else str(refused)
