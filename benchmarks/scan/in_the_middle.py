@@ -49,10 +49,10 @@ def border(device: torch.device) -> MailboxBorder:
     copy_kernel.prepare(own, 1, CHUNK)
     members: Any = SimpleNamespace(size=1, rank=0, device=device, timeout=timedelta(seconds=20))
     memory, streams = MailboxMemory(own, [own.data_ptr()], own), SimpleNamespace(side=None)
-    boxes: Any = SymmetricTransport(members, streams, None, memory, CHUNK=CHUNK)  # type: ignore[arg-type]
+    boxes: Any = SymmetricTransport(members, streams, None, memory, CHUNK=CHUNK)
     group: Any = SimpleNamespace(name="in the middle", rank=0, mailboxes=boxes)
     found = MailboxBorder(group, Chain.line(1), [(0, 0)], 1)
-    found.hops = tuple(tuple(h._replace(source=0, target=0, passes=True) for h in hops) for hops in found.hops)  # type: ignore[assignment]
+    found.hops = tuple(tuple(h._replace(source=0, target=0, passes=True) for h in hops) for hops in found.hops)
     return found
 
 
@@ -60,7 +60,7 @@ def steps(x: list[Tensor], do: Tensor, gates: str) -> dict[str, dict[str, Step]]
     """Forward, and with the backward pass, of one GPU and of the rank in the middle."""
     inputs = Inputs(**dict(zip(("q", "k", "v", "g", "beta"), (t.detach() for t in x))))
     to, scale = border(do.device), inputs.q.shape[-1] ** -0.5
-    local = functools.partial(ring_la.kda, **promised("kda", gates))  # type: ignore[arg-type]
+    local = functools.partial(ring_la.kda, **promised("kda", gates))
 
     def middle(train: bool) -> object:
         call = ScannedSpans.of(
