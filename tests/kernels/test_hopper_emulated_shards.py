@@ -53,18 +53,18 @@ CARRY = {"delta": {"gdn_forward", "gdn_backward"}, "kda": {"kda_forward", "kda_f
 """Launches that carry states themselves, of a rule that trains."""
 
 
-class Maps(NamedTuple):
-    """Where a launch of KDA's that finds maps of gradients has them among its arguments."""
+class Chunks(NamedTuple):
+    """Where a launch of KDA's that makes chunks' states has these among its arguments, and what chunks write."""
 
-    states: int = 12
-    arrived: int = 15
+    states: int = 16
+    writes: int = 17
 
 
-MAPS = Maps()
+CHUNKS = Chunks()
 
 
 def launches_that_carry(monkeypatch) -> set[str]:
-    """The kernels launched from now on that do, by name. What KDA's maps are comes as late as it may."""
+    """The kernels launched from now on that do, by name. KDA's states of chunks come as late as they may."""
     found = set()
     start = Emulated.__call__
 
@@ -74,9 +74,9 @@ def launches_that_carry(monkeypatch) -> set[str]:
             states = kernel.name == "kda_forward" and "KEEP=1" in kernel.defines
             found.add(kernel.name + " states" * states)
         start(self, *arguments)
-        if "MAPS=1" in kernel.defines and kernel.name.startswith("kda") and arguments[MAPS.arrived] is not None:
-            for x in {arguments[i] for i in MAPS} - {None}:  # the next launch is early
-                Emulated.late(x)
+        if kernel.name == "kda_forward" and {"MAILED=1", "KEEP=1"} <= {*kernel.defines}:
+            for i in CHUNKS:  # the next launch is early
+                Emulated.late(arguments[i])
 
     monkeypatch.setattr(Emulated, "__call__", spied)
     return found

@@ -98,12 +98,14 @@ class SpanKernels(Protocol):
         """o, and if `keep` what the gradients take, of the states that enter the spans, or are `carried` to them."""
         ...
 
-    def add_back(self, call: Any, maps: SpanMaps, saved: Saved, do: Tensor, arrived: Tensor | None) -> None:
-        """Fill `maps.own`: what each span adds to the gradient of the state that enters it. `arrived` is cleared."""
+    def prepared(self, call: Any, maps: SpanMaps, saved: Saved, carried: Carried | None) -> Chunks:
+        """What the gradients take that needs no gradient of a state, and `saved` lacks; None: nothing, or later. Of
+        `maps` only what does not change from forward to backward is there."""
         ...
 
-    def prepared(self, call: Any, saved: Saved) -> Chunks:
-        """What the gradients take that needs no gradient of a state, and `saved` lacks; None: nothing, or later."""
+    def add_back(self, call: Any, maps: SpanMaps, saved: Saved, do: Tensor, carried: Carried | None) -> None:
+        """Fill `maps.own`: what each span adds to the gradient of the state that enters it. What is said between the
+        launches that carry states is cleared."""
         ...
 
     def gradients(
@@ -192,17 +194,18 @@ class DeltaSpans:
         call.launch(kernel, heads, o, (None, None), kept, passing=_given(entering, maps, carried))
         return o, tuple(kept) if keep else ()
 
-    def add_back(self, call: GDNCall, maps: SpanMaps, saved: Saved, do: Tensor, arrived: Tensor | None) -> None:
+    def prepared(self, call: GDNCall, maps: SpanMaps, saved: Saved, carried: Carried | None) -> Chunks:
+        return None
+
+    def add_back(self, call: GDNCall, maps: SpanMaps, saved: Saved, do: Tensor, carried: Carried | None) -> None:
         states, writes, pairs = saved
+        arrived = None if carried is None else carried.arrived
         kernel = partial(gdn_launches.backward_kernel, *call.defines, maps=True)
         passing = Passing(maps.own, maps=True, zero=maps.zero, arrived=arrived)
         if maps.half is not None:
             passing = passing._replace(half=maps.half, extra=_room(call), together=2)
         kept, further = KeptChunks(states, writes, pairs), (do, *(None,) * 5)
         call.launch(kernel, _heads(call), None, (None, None), kept, further, passing)
-
-    def prepared(self, call: GDNCall, saved: Saved) -> Chunks:
-        return None
 
     def gradients(
         self, call: GDNCall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
@@ -248,18 +251,18 @@ class KDASpans:
         call.launch("forward", _heads(call), o, (None, None), passing=_given(entering, maps, carried))
         return o, (entering,) if keep else ()
 
-    def add_back(self, call: KDACall, maps: SpanMaps, saved: Saved, do: Tensor, arrived: Tensor | None) -> None:
-        known = maps.zero if arrived is not None else None
-        further, passing = (do, *(None,) * 5), Passing(maps.own, maps=True, zero=known, arrived=arrived)
-        call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
-
-    def prepared(self, call: KDACall, saved: Saved) -> Chunks:
+    def prepared(self, call: KDACall, maps: SpanMaps, saved: Saved, carried: Carried | None) -> Chunks:
         H = len(_heads(call))
         if kda_launches.group(call.chunks, H) < H:
             return None
         (before,), ((heads, room),) = saved, kda_launches.by_group(call)
-        call.launch("states", heads, None, (None, None), room, passing=Passing(before, given=True))
+        call.launch("states", heads, None, (None, None), room, passing=_given(before, maps, carried))
         return room
+
+    def add_back(self, call: KDACall, maps: SpanMaps, saved: Saved, do: Tensor, carried: Carried | None) -> None:
+        passing = Passing(maps.own) if carried is None else carried.given(maps.own, maps)
+        passing, further = passing._replace(given=False, maps=True), (do, *(None,) * 5)
+        call.launch("backward", _heads(call), None, (None, None), (None, None), further, passing)
 
     def gradients(
         self, call: KDACall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
@@ -270,7 +273,7 @@ class KDASpans:
         (before,) = saved
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:
             if prepared is None:
-                call.launch("states", heads, None, (None, None), kept, passing=_given(before, maps, carried))
+                call.launch("states", heads, None, (None, None), kept, passing=Passing(before, given=True))
             passing = _given(entering, maps, carried)
             call.launch("backward", heads, None, (None, None), kept, further, passing)
         return by_key_head(to, call.inputs.q.shape[2])

@@ -206,11 +206,12 @@ INLINE void read_own(float scale, u32 at, int lane) {
   put_diagonal(p, scale, at + OFF_D, lane);
 }
 
-// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without dO.
-INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without dO. MAPS, MAILED: the first is the
+// c0-th of those under way.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, u32 base, int w, int lane, int c0 = 0) {
   const Args& a = b.a;
   const u32 at = base + w * SLOT, full = base + BARS + w * 32;
-#if MAPS
+#if MAPS && !MAILED
   const int pass = 0, before = early(x);
   for (int c = w;; c += SLOTS) {
     int m = before - 1 - c;
@@ -223,6 +224,11 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
       m = before + n - 1 - c;
     }
     const int t = x.begin + m * C;
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+#elif MAPS
+  const int pass = 0;
+  for (int c = c0 + (w + SLOTS - c0 % SLOTS) % SLOTS; c < c0 + n; c += SLOTS) {
+    const int m = c0 + n - 1 - c, t = x.begin + m * C;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
 #else
   for (int c = w; c < n * passes; c += SLOTS) {
@@ -637,7 +643,38 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   }
 }
 
-#if DEFERRED
+#if MAPS && MAILED
+// Beside the launch that makes chunks' states, on multiprocessors that are left: so a few programs find what leaves pieces where few chunks
+// tell, one head after the other; all others have a span each, whose map may be asked for, too. run(x, s, h, r), for each of this program's.
+template <class Run> INLINE void each_map(const Args& a, Run run) {
+  const int few = beside(a), own = (int)blockIdx.x - few;
+  auto look = [&](int s, int h) {
+    const Span x = span_of(a, s);
+    const Reach r = reach(a, x, s, h, false, leaves(a.mail), 0, 0, a.mail.zero + a.count * a.H);
+    if (r.n && (own < 0) == (x.first && !r.whole)) run(x, s, h, r);
+  };
+  if (own < 0)
+#pragma unroll 1
+    for (int i = blockIdx.x; i < a.pieces * a.H; i += few) look(i / a.H * spans_a_row(a), i % a.H);
+  else
+    look(own / a.heads, a.first_head + own % a.heads);
+}
+// What span x, the s-th, adds to the gradient of the state that enters it. What leaves a piece is sent, if nothing that comes is in it.
+INLINE void find_adjoint(const BackArgs& b, const Span& x, int s, int h, int n, int c, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  const Mail& m = a.mail;
+  const int lanes = first_lane(a, x, h), said = base + SAID + 16;
+  const bool sends = x.first && m.target >= 0 && uniform(m.zero[s * a.H + h]);
+  between_warps();  // what was said is read
+  if (sends && w == 0) claim(m, lanes, said, lane);
+  float S[16][4];
+  begin_with(S, 0, w, lane);
+  walk(S, b, h, x.begin, x.end, c, c + n, c, c + n, base, w, lane);
+  put_state(S, a.states + ((u64)s * a.H + h) * (D * D), w, lane);
+  between_warps();  // it is said which lanes are this program's
+  if (sends) put_rows(S, base + ADJOINT + w * TURN, m, lanes, lds32(said + (w >> 1) * 4), w, lane);
+}
+#elif DEFERRED
 // A span that waits, in three passes, the first of a piece in one. Its span and head are read again for each, so that no
 // register holds them meanwhile.
 INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int lane) {
@@ -706,6 +743,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   const Args& a = b.a;
   const u32 base = (smem_addr(smem) + 1023) & ~1023u;
   const int tid = threadIdx.x;
+#if MAPS && MAILED
+  const bool waits = blockIdx.x + 1 == gridDim.x;  // so that what follows waits for the launch before, too
+  const int own = (int)blockIdx.x - beside(a);
+  if (own >= 0 && tid == 0) a.arrived[own / a.heads * a.H + a.first_head + own % a.heads] = 0;
+  bool asked = false;
+  each_map(a, [&](const Span&, int, int, const Reach&) { asked = true; });
+  if (!asked) {
+    if (waits) launch_before();
+    return;
+  }
+#endif
   if (tid == 0) {
     for (int i = 0; i < SLOTS; i++) {
       bar_init(base + BARS + i * 32, 1);
@@ -728,25 +776,41 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   }
   __syncthreads();
 #if MAPS
-  next_launch();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if MAILED
+  int c = 0;
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    each_map(a, [&](const Span& x, int s, int h, const Reach& r) {
+      if (w < SLOTS) produce(b, x, h, x.end, r.n, 1, base, w, lane, c);
+      c += r.n;
+    });
+  } else {
+    registers_up<200>();
+    each_map(a, [&](const Span& x, int s, int h, const Reach& r) {
+      find_adjoint(b, x, s, h, r.n, c, base, w, lane);
+      c += r.n;
+    });
+  }
+  if (waits) launch_before();
+#else
   const int s = blockIdx.x / a.heads, h = a.first_head + blockIdx.x % a.heads;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  if (a.arrived && tid == 0) a.arrived[s * a.H + h] = 0;
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < SLOTS) produce(b, x, h, x.end, 0, 0, base, w, lane);
     else hear(base + TOLD);
   } else {
     registers_up<200>();
-    const Reach r = reach(a, x, s, h, false, true, base + SAID, lane, a.flags ? a.flags + a.count * a.H : 0);
+    const Reach r = reach(a, x, s, h, false, true, base + SAID, lane);
     tell(r, 1, base + TOLD);
     const int stop = r.whole ? early(x) + r.n : r.n ? early(x) : 0;
     find_maps(a, s, h, 1, r.n, w, lane, [&](float (&S)[16][4], int c) {
       walk(S, b, h, x.begin, x.end, c, stop, unwanted(x, r), stop, base, w, lane);
     });
   }
+#endif
 #else
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);

@@ -27,7 +27,6 @@ INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s
 enum Taking { THERE = 1, WANTED, UNWANTED, TAKEN };  // what enters a piece, by programs beside; TAKEN: one of them waits for it
 INLINE int* taking(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }  // s: its first span
 enum { MINE = 4 };  // see `ask`
-INLINE bool leaves(const Mail& m) { return m.target >= 0 || m.keeps; }  // what leaves pieces is wanted
 INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads nothing else
 
 // -- chunks ------------------------------------------------------------------------------------------------------------
@@ -37,7 +36,7 @@ INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads not
 // The span before x, the s-th; of a piece's first span its last
 INLINE Span span_before(const Args& a, const Span& x, int s) { return span_of(a, x.first ? s + spans_a_row(a) - 1 : s - 1); }
 
-enum { TURNED = 1, LAST = 2 };  // how: the second pass is without values; nothing else will be wanted
+enum { TURNED = 1, LAST = 2, BRINGS = 4 };  // how: the second pass is without values; nothing else will be wanted; but what enters the piece
 // Chunks `first` to `stop` (not included) of those under way: `n` a pass, from token t0 on; tokens from `end` on are zero.
 struct Order { int t0, n, first, stop, end, how; };
 INLINE void order(u32 base, int& k, const Order& j) {  // the k-th, by eight warps
@@ -50,7 +49,48 @@ INLINE void order(u32 base, int& k, const Order& j) {  // the k-th, by eight war
   else between_all();
 }
 
-INLINE void produce(const Args& a, const Span& x, int h, u32 base, int w, int lane) {
+// Wait until programs beside have taken what enters a piece; false: they are kept out, and will not. By a warp.
+INLINE bool comes_beside(const Args& a, int s, int h, int lane) {
+  int x;
+  for (int left = PATIENT; (x = __shfl_sync(~0u, load_acquire(taking(a, s, h)), 0)) != THERE && x != UNWANTED; left--)
+    if (left <= 0 && x == WANTED && lane == 0) swap_anywhere(taking(a, s, h), WANTED, UNWANTED);
+  return x == THERE;
+}
+// What enters a piece, as if it were the four chunks from number c on: 32 rows of K each, in slots as they are free. By a warp.
+#define BROUGHT 528  // bytes of a row, padded so that no two that are read at once share banks
+INLINE void bring(const Args& a, const Span& x, int s, int h, int c, u32 base, int lane) {
+  float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
+  const int lanes = first_lane(a, x, h);
+  if (!comes_beside(a, s, h, lane)) {
+#pragma unroll 1
+    for (int w = 0; w < 8; w++) take_in<4>(entering, a.mail, lanes, 0, w, lane);
+    __syncwarp();
+    if (lane < UNITS) give_back(a.mail, lanes + lane);
+  }
+#pragma unroll 1
+  for (int row = lane; row < D; row += 32, c++) {
+    const u32 full = base + BARS + c % SLOTS * 16;
+    bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    copies_fence();
+    if (lane == 0) bar_expect(full, 32 * D * 4);
+    __syncwarp();
+    copy_in(base + c % SLOTS * SLOT + lane * BROUGHT, entering + row * D, D * 4, full);
+  }
+}
+INLINE void begin_with_brought(float (&S)[16][4], int c, u32 base, int w, int lane) {  // the c-th is the first of the four
+  const u32 row = 2 * (lane & 3) * BROUGHT + (w * 16 + (lane >> 2)) * 4;
+#pragma unroll
+  for (int part = 0; part < 4; part++, c++) {
+    bar_wait(base + BARS + c % SLOTS * 16, c / SLOTS & 1);
+    const u32 at = base + c % SLOTS * SLOT + row;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) S[part * 4 + i][e] = lds(at + (i * 8 + (e & 1)) * BROUGHT + (e >> 1) * 32);
+  }
+}
+
+INLINE void produce(const Args& a, const Span& x, int s, int h, u32 base, int w, int lane) {
   int t = x.begin + (w - (x.first ? 0 : 2)) * C, end = x.end;
   bool values = true;
   const u32 full = base + BARS + w * 16;
@@ -61,7 +101,10 @@ INLINE void produce(const Args& a, const Span& x, int h, u32 base, int w, int la
     make_chunk(a, t, end, h, values, base, w, lane);
     c += SLOTS;
     while (c >= stop) {
-      if (stop && read(5) & LAST) return;
+      if (stop && read(5) & LAST) {
+        if (read(5) & BRINGS && c == stop) bring(a, x, s, h, c, base, lane);  // its last chunk was made first
+        return;
+      }
       between_all();
       if (stop) at ^= 32;
       stop = read(3);
@@ -191,26 +234,14 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
   return zeros | mine;
 }
 
-// Wait until programs beside have taken what enters a piece; false: they are kept out, and will not. By eight warps.
-INLINE bool comes_beside(const Args& a, int s, int h, u32 said, int w, int lane) {
-  if (w == 0) {
-    int x;
-    for (int left = PATIENT; (x = load_acquire(taking(a, s, h))) != THERE && x != UNWANTED; left--)
-      if (left <= 0 && x == WANTED && lane == 0) swap_anywhere(taking(a, s, h), WANTED, UNWANTED);
-    if (lane == 0) sts32(said, x);
-  }
-  between_warps();
-  return uniform(lds32(said)) == THERE;
-}
 // The first chunks of a piece again, with what comes; the program's span and head are read again, so that no register holds them meanwhile.
 INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, int lane) {
   asm volatile("" : "+r"(lane));
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
-  float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
-  if (!comes_beside(a, s, h, base + HEARD, w, lane)) receive(entering, a.mail, first_lane(a, x, h), 0, w, lane, [] { between_warps(); });
-  begin_with(S, entering, w, lane);
   const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN + w * 4));
+  begin_with_brought(S, c + n, base, w, lane);
+  between_warps();  // else ptxas keeps numbers of the walk in memory
   walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
 }
 
@@ -245,7 +276,7 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
     between_warps();  // nobody reads maps any more
   }
   const int t = uniform(x.begin) - before * C, stop = done + before + own;
-  order(base, k, {t, before + own, done, stop + again, x.end, LAST});
+  order(base, k, {t, before + own, done, stop + again, x.end, again ? LAST | BRINGS : LAST});
   const float* from = entering;
   if (whole) {
     while (!x.first && !load_acquire(a.arrived + s * a.H + h)) {}

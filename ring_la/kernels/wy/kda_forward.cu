@@ -503,19 +503,6 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 }
 #endif
 
-#if MAILED && KEEP
-// Programs beside those of spans send what leaves pieces on the way of gradients, as in kda_border.cuh.
-template <class Sync> INLINE void help(const Args& a, int who, int all, u32 said, int w, int lane, Sync sync) {
-  launch_before();  // what leaves is there
-#pragma unroll 1
-  for (int i = who; i < a.pieces * a.H; i += all) {
-    const int s = i / a.H * spans_a_row(a);
-    send_back(a, span_of(a, s), s, i % a.H, said, w, lane, sync);
-    sync();  // words are read
-  }
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = (smem_addr(smem) + 1023) & ~1023u;
@@ -530,9 +517,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     for (int i = 0; i < 2; i++) bar_init(base + WORDS + i * 8, 1);
 #endif
     bars_ready();
-#if MAILED && KEEP
-    sts32(base + SAID, a.count * a.heads - 1 - (int)blockIdx.x);  // first spans come last: they have no chunks to begin early with
-#elif !MAPS
+#if !MAPS
     sts32(base + SAID, number(a, a.given || a.side_by_side, DEFERRED));
 #endif
   }
@@ -559,12 +544,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #else
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
 #if MAILED && KEEP
-  const int who = ((int)blockIdx.x - a.count * a.heads) * 2, all = beside(a) * 2;
-  if (who >= 0) {
-    if (uniform(tid >> 8)) help(a, who + 1, all, base + 32, w, lane, [] { between_others(); });
-    else help(a, who, all, base, w, lane, [] { between_warps(); });
-    return;
-  }
+  next_launch();  // which finds what leaves, and sends it
 #endif
 #if FINDS
   const int who = (int)blockIdx.x - a.count * a.heads;
@@ -574,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
       int s, h;
       const Span x = work_of(a, base + SAID, s, h);
       if (x.end <= x.begin) return;
-      produce(a, x, h, base, w, lane);
+      produce(a, x, s, h, base, w, lane);
     } else {
       produce_beside(a, who, base, w, lane);
     }

@@ -30,7 +30,7 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-SHORTER, CARRYING = 1, 2
+SHORTER, CARRYING = 0, 0
 """Chunks by which a first span is shorter where states meet those of other ranks, since its first ones are gone over
 again. Where gradients follow the last span is longer, which backward does not begin early; without, all others are."""
 BESIDE, LEFT = 32, 4
@@ -51,7 +51,7 @@ def kernel(
 ) -> CudaKernel:  # fmt: skip
     """`forward`, `states` (what the backward needs of every chunk) or `backward`. One that `leaves` does so with spans
     that wait, which a `deferred` one then goes over; `maps`: it finds spans' maps alone; `early`: it follows the launch
-    of its flags, or of maps; `mailed`: see `Passing`."""
+    of its flags, or (maps that are `mailed`) of chunks' states; `mailed`: see `Passing`."""
     flags = dict(LEAVES=leaves, DEFERRED=deferred, MAPS=maps, MAILED=mailed)
     folder, defines = Path(__file__).parent, (*defines, *(f"{flag}={int(x)}" for flag, x in flags.items()))
     arguments = ARGUMENTS + MAIL * mailed
@@ -183,7 +183,7 @@ class KDACall:
         flags = zeros(2 * count * H + 2, x.v.device) if waits else flags
         programs = count * len(heads)
         mailed = bool(passing.mail)
-        helping = beside(self, H) if mailed and name != "backward" else 0
+        helping = beside(self, H) if mailed and (name == "forward" or passing.maps) else 0
         arguments: Any = (
             programs + helping, *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
             passing.states, passing.parts, passing.squares, passing.arrived, *kept, x.v.shape[1], H,
@@ -191,7 +191,7 @@ class KDACall:
             side_by_side(programs, x.v.device), self.outer, count // self.pieces, self.scale, *passing.mail,
             *further,
         )  # fmt: skip
-        early = waits or (mailed and name != "backward")  # beside the launch of its flags, or of maps
+        early = waits or (mailed and (name == "forward" or passing.maps))  # beside the launch before
         kernel(name, *self.defines, leaves=ahead, maps=passing.maps, early=early, mailed=mailed)(*arguments)
         if ahead:
             kernel(name, *self.defines, deferred=True)(*arguments)

@@ -35,6 +35,7 @@ struct Mail {
   int composes;              // whether what all spans together do is found before anything comes
 };
 
+INLINE bool leaves(const Mail& m) { return m.target >= 0 || m.keeps; }  // what leaves pieces is wanted
 // A lane's flag, in the memory of who sends: whether it is taken
 INLINE int* flag_of(const Mail& m, int sender, int receiver, int i) {
   return m.own + m.away[sender] * 4 + m.skip + (u64)(receiver * m.lanes + i) * m.flag;
@@ -186,14 +187,8 @@ template <bool FORWARD, class Args> INLINE u64 zeros_of(const Args& a, int s, in
   return (u64)half(lane + 32) << 32 | low;
 }
 
-// What leaves a piece, where nothing that comes is in it; x, the s-th, is its first span by tokens, and the last on the way of
-// gradients. By eight warps that `sync`.
-template <class Args, class Sync> INLINE void send_back(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane, Sync sync) {
-  const Mail& m = a.mail;
-  const u64 at = (u64)s * a.H + h;
-  if (m.target >= 0 && uniform(m.zero[at])) send(m.adds + at * (D * D), m, first_lane(a, x, h), said, w, lane, sync);
-}
-// What enters it, if the span that it enters passes none of that on.
+// What enters a piece on the way of gradients, if the span that it enters passes none of that on; x, the s-th, is its first by tokens.
+// By eight warps that `sync`.
 template <class Args, class Sync> INLINE void take_back(const Args& a, const Span& x, int s, int h, int w, int lane, Sync sync) {
   const Mail& m = a.mail;
   const u64 at = (u64)(s + spans_a_row(a) - 1) * a.H + h;

@@ -107,7 +107,8 @@ class ScannedSpans:
         return Output(o, entered.leaving if self.use.final else None, left.flat if self.use.saved else ())
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[FoundMaps]:
-        found = FoundMaps(self.maps_back(backward, _read(backward.do), None))
+        found = FoundMaps(self.room_back(backward))
+        self.kernels.add_back(self.call, found.maps, SpansLeft.of(backward.saved).rest, _read(backward.do), None)
         _, entering = prefix(self.plan, found.maps, self.plan.state(dS_end), True, enter=False)
         return Adjoint(entering, found)
 
@@ -122,15 +123,16 @@ class ScannedSpans:
         border: Border | None = None,
     ) -> InputGradients:
         carried = self.carried(border if adjoint is None else None, dS_end, True, backward.S0 is not None)
-        arrived = None if carried is None else carried.arrived
-        do = _read(backward.do)
-        maps = self.maps_back(backward, do, arrived) if adjoint is None else adjoint.found.maps
-        left, prepared = SpansLeft.of(backward.saved), None
-        if border is not None and carried is None and not border.sends[True]:  # while what enters is on its way
-            prepared = self.kernels.prepared(self.call, left.rest)
+        do, rest = _read(backward.do), SpansLeft.of(backward.saved).rest
+        maps = self.room_back(backward) if adjoint is None else adjoint.found.maps
+        prepared = None
+        if border is not None and (carried is not None or not border.sends[True]):  # while what enters is on its way
+            prepared = self.kernels.prepared(self.call, maps, rest, carried)
+        if adjoint is None:
+            self.kernels.add_back(self.call, maps, rest, do, carried)
         final = backward.S0 is not None
         entered = self.entered(maps, dS_end, border, True, final) if carried is None else carried
-        grads = self.kernels.gradients(self.call, entered.entering, maps, left.rest, do, prepared, carried)
+        grads = self.kernels.gradients(self.call, entered.entering, maps, rest, do, prepared, carried)
         return InputGradients(grads, None if backward.S0 is None else entered.leaving)
 
     def carried(self, border: Border | None, S: Tensor | None, reverse: bool, final: bool) -> Carried | None:
@@ -147,14 +149,12 @@ class ScannedSpans:
         rooms = plan.new(*spans, K, V), plan.states_of_pieces()
         return Carried(mail, plan.state(S), *rooms, final, reverse or self.use.saved, arrived)
 
-    def maps_back(self, backward: Backward, do: Tensor, arrived: Tensor | None) -> SpanMaps:
-        """What each span does to the gradient of the state that leaves it."""
+    def room_back(self, backward: Backward) -> SpanMaps:
+        """What each span does to the gradient of the state that leaves it, but for what it adds, for which there is
+        room."""
         left = SpansLeft.of(backward.saved)
-        own = self.plan.states_of_spans()
         of_transitions = left.zero, left.squares, left.image, left.half
-        maps = SpanMaps(self.plan.rule.transition, own, left.transition, True, *of_transitions)
-        self.kernels.add_back(self.call, maps, left.rest, do, arrived)
-        return maps
+        return SpanMaps(self.plan.rule.transition, self.plan.states_of_spans(), left.transition, True, *of_transitions)
 
     def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
