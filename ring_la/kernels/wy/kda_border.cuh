@@ -49,33 +49,31 @@ INLINE void order(u32 base, int& k, const Order& j) {  // the k-th, by eight war
   else between_all();
 }
 
-// Wait until programs beside have taken what enters a piece; false: they are kept out, and will not. By a warp.
-INLINE bool comes_beside(const Args& a, int s, int h, int lane) {
-  int x;
-  for (int left = PATIENT; (x = __shfl_sync(~0u, load_acquire(taking(a, s, h)), 0)) != THERE && x != UNWANTED; left--)
-    if (left <= 0 && x == WANTED && lane == 0) swap_anywhere(taking(a, s, h), WANTED, UNWANTED);
-  return x == THERE;
-}
-// What enters a piece, as if it were the four chunks from number c on: 32 rows of K each, in slots as they are free. By a warp.
+// What enters a piece, as if it were the next four chunks, in slots as they are free: the part-th 32 rows of K. By the warp whose next
+// chunk that is. Programs beside take it; if they are kept out for long, the first of these warps does.
 #define BROUGHT 528  // bytes of a row, padded so that no two that are read at once share banks
-INLINE void bring(const Args& a, const Span& x, int s, int h, int c, u32 base, int lane) {
+INLINE void bring(const Args& a, int part, int c, u32 base, int w, int lane) {
+  int s, h;
+  const Span x = work_of(a, base + SAID, s, h);
   float* const entering = a.mail.entering + ((u64)s * a.H + h) * (D * D);
+  int* const at = taking(a, s, h);
   const int lanes = first_lane(a, x, h);
-  if (!comes_beside(a, s, h, lane)) {
+  const u32 full = base + BARS + w * 16;
+  bar_wait(full + 8, (c / SLOTS - 1) & 1);
+  for (int left = PATIENT; __shfl_sync(~0u, load_acquire(at), 0) != THERE; left--) {
+    if (left || part) continue;
+    if (__shfl_sync(~0u, lane == 0 && swap_anywhere(at, WANTED, UNWANTED) == WANTED, 0)) {
 #pragma unroll 1
-    for (int w = 0; w < 8; w++) take_in<4>(entering, a.mail, lanes, 0, w, lane);
-    __syncwarp();
-    if (lane < UNITS) give_back(a.mail, lanes + lane);
+      for (int i = 0; i < 8; i++) take_in<4>(entering, a.mail, lanes, 0, i, lane);
+      __syncwarp();
+      if (lane < UNITS) give_back(a.mail, lanes + lane);
+      if (lane == 0) store_release(at, THERE);
+    }
   }
-#pragma unroll 1
-  for (int row = lane; row < D; row += 32, c++) {
-    const u32 full = base + BARS + c % SLOTS * 16;
-    bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    copies_fence();
-    if (lane == 0) bar_expect(full, 32 * D * 4);
-    __syncwarp();
-    copy_in(base + c % SLOTS * SLOT + lane * BROUGHT, entering + row * D, D * 4, full);
-  }
+  copies_fence();
+  if (lane == 0) bar_expect(full, 32 * D * 4);
+  __syncwarp();
+  copy_in(base + w * SLOT + lane * BROUGHT, entering + (part * 32 + lane) * D, D * 4, full);
 }
 INLINE void begin_with_brought(float (&S)[16][4], int c, u32 base, int w, int lane) {  // the c-th is the first of the four
   const u32 row = 2 * (lane & 3) * BROUGHT + (w * 16 + (lane >> 2)) * 4;
@@ -87,32 +85,6 @@ INLINE void begin_with_brought(float (&S)[16][4], int c, u32 base, int w, int la
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int e = 0; e < 4; e++) S[part * 4 + i][e] = lds(at + (i * 8 + (e & 1)) * BROUGHT + (e >> 1) * 32);
-  }
-}
-
-INLINE void produce(const Args& a, const Span& x, int s, int h, u32 base, int w, int lane) {
-  int t = x.begin + (w - (x.first ? 0 : 2)) * C, end = x.end;
-  bool values = true;
-  const u32 full = base + BARS + w * 16;
-  u32 at = base + ORDERS;
-  auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
-#pragma unroll 1
-  for (int c = w, stop = 0;;) {
-    make_chunk(a, t, end, h, values, base, w, lane);
-    c += SLOTS;
-    while (c >= stop) {
-      if (stop && read(5) & LAST) {
-        if (read(5) & BRINGS && c == stop) bring(a, x, s, h, c, base, lane);  // its last chunk was made first
-        return;
-      }
-      between_all();
-      if (stop) at ^= 32;
-      stop = read(3);
-    }
-    const int i = c - read(2), n = read(1), pass = i / n;
-    t = read(0) + (i - pass * n) * C, end = read(4);
-    values = !pass || !(read(5) & TURNED);
-    bar_wait(full + 8, (c / SLOTS - 1) & 1);
   }
 }
 
@@ -311,30 +283,6 @@ INLINE int nth_of(u32 bits, int n) {  // or -1
   return 63 - __clzll(bits & -bits);
 }
 
-// By eight warps.
-INLINE void make_ends(const Args& a, int who, int all, u32 base, int w, int lane) {
-  const int n = leaves(a.mail) ? heads_of(a, who, all) : 0;
-  u32 two = 0;
-#pragma unroll 1
-  for (int j = 0, round = 0, c = w; j < n; c += SLOTS) {  // round 0: before it is known
-    const int k = round ? nth_of(two, 4 * (round - 1) + (w >> 1)) : j + w < n ? w : -1;
-    if (c >= SLOTS) bar_wait(base + BARS + w * 16 + 8, (c / SLOTS - 1) & 1);
-    if (k >= 0) {
-      const int i = who + (j + k) * all, end = uniform(span_of(a, last_span(a, i)).end);
-      make_chunk(a, max(end - (round ? 2 - (w & 1) : 1) * C, 0), end, i % a.H, true, base, w, lane);
-    } else if (lane == 0) {
-      bar_arrive(base + BARS + w * 16);
-    }
-    if (!round) {
-      between_all();  // it is known
-      two = heads_by(2, base + ASKED, lane);
-    }
-    if (4 * round++ < __popc(two)) continue;
-    j += 8, round = 0;
-    if (j < n) between_all();  // what was asked is read
-  }
-}
-
 // How many chunks are gone over of eight heads from the j-th on: none where the last span does not forget, and another program sends; and
 // whether lanes are this program's, which were claimed (MINE). By eight warps.
 INLINE void ask(const Args& a, int j, int who, int all, u32 asked, int w, int lane) {
@@ -411,11 +359,71 @@ template <int EACH, class Sync> INLINE void take_all(const Args& a, int who, int
   }
 }
 
-// By eight warps each, as `produce` and `consume`.
-INLINE void produce_beside(const Args& a, int who, u32 base, int w, int lane) {
-  make_ends(a, who, beside(a), base, w, lane);
-  launch_before();  // flags are there
-  take_all<4>(a, who, beside(a), 0, base + PICKED + 4, w, lane, [] { between_others(); });
+// -- who makes chunks, by eight warps, a chunk each ------------------------------------------------------------------------
+// Of a span and what is ordered (who < 0), or the last ones of pieces' heads, as `send_ends` takes them: in one loop, so that there is
+// one place where chunks are made. For programs of both kinds share what holds their code.
+INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
+  const u32 full = base + BARS + w * 16;
+  const int heads = who < 0 ? 0 : leaves(a.mail) ? heads_of(a, who, beside(a)) : 0;
+  int t = 0, end = 0, h = 0, c = w, stop = 0, round = 0;  // stop: what is ordered ends there; or the first of the eight heads
+  u32 at = base + ORDERS;                                 // or those of them that forget by two chunks
+  bool made = true, values = true;
+  auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
+  auto aim = [&](int k, int back) {  // at the k-th of eight heads, so many chunks before its end
+    made = k >= 0;
+    if (!made) return;
+    const int i = who + (stop + k) * beside(a);
+    end = uniform(span_of(a, last_span(a, i)).end), t = max(end - back * C, 0), h = i % a.H;
+  };
+  if (who < 0) {
+    int s;
+    const Span x = work_of(a, base + SAID, s, h);
+    t = x.begin + (w - (x.first ? 0 : 2)) * C, end = x.end;
+  } else {
+    if (!heads) return;
+    aim(w < heads ? w : -1, 1);
+  }
+#pragma unroll 1
+  for (;;) {
+    if (made) make_chunk(a, t, end, h, values, base, w, lane);
+    else if (lane == 0) bar_arrive(full);
+    c += SLOTS;
+    if (who < 0) {
+      while (c >= stop) {
+        if (stop && read(5) & LAST) {
+          if (read(5) & BRINGS && c < stop + 4) bring(a, c - stop, c, base, w, lane);
+          return;
+        }
+        between_all();
+        if (stop) at ^= 32;
+        stop = read(3);
+      }
+      const int i = c - read(2), n = read(1), pass = i / n;
+      t = read(0) + (i - pass * n) * C, end = read(4);
+      values = !pass || !(read(5) & TURNED);
+    } else {
+      if (!round) {
+        between_all();  // it is known which chunks count
+        at = heads_by(2, base + ASKED, lane);
+      }
+      if (4 * round++ < __popc(at)) {
+        aim(nth_of(at, 4 * (round - 1) + (w >> 1)), 2 - (w & 1));
+      } else {
+        stop += 8, round = 0;
+        if (stop >= heads) return;
+        between_all();  // what was asked is read
+        aim(stop + w < heads ? w : -1, 1);
+      }
+    }
+    bar_wait(full + 8, (c / SLOTS - 1) & 1);
+  }
+}
+INLINE void produce(const Args& a, int who, u32 base, int w, int lane) {
+  make_chunks(a, who, base, w, lane);
+  if (who >= 0) {
+    launch_before();  // flags are there
+    take_all<4>(a, who, beside(a), 0, base + PICKED + 4, w, lane, [] { between_others(); });
+  }
 }
 INLINE void consume_beside(const Args& a, int who, u32 base, int w, int lane) {
   launch_before();

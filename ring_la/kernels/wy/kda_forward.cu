@@ -550,14 +550,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   const int who = (int)blockIdx.x - a.count * a.heads;
   if (uniform(tid >> 8)) {
     registers_down<96>();
-    if (who < 0) {
-      int s, h;
-      const Span x = work_of(a, base + SAID, s, h);
-      if (x.end <= x.begin) return;
-      produce(a, x, s, h, base, w, lane);
-    } else {
-      produce_beside(a, who, base, w, lane);
-    }
+    produce(a, who, base, w, lane);
   } else {
     registers_up<160>();
     if (who < 0) {
