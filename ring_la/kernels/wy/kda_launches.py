@@ -30,9 +30,9 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-SHORTER, CARRYING = 0, 0
-"""Chunks by which a first span is shorter where states meet those of other ranks, since its first ones are gone over
-again. Where gradients follow the last span is longer, which backward does not begin early; without, all others are."""
+SHORTER = 1
+"""Chunks by which a first span is shorter than others where states meet those of other ranks and no gradients follow,
+since its first ones are gone over again. Where they follow, all spans are alike, as backward has it."""
 BESIDE, LEFT = 32, 4
 """Programs beside those of spans, which see to states that leave and come, at most; multiprocessors left for them."""
 SPANS, TOKENS = 4, 8192
@@ -140,12 +140,10 @@ class KDACall:
         length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
         if cu is None:
             spans, outer = cdiv(T, length), length
-            shorter = SHORTER if train else CARRYING
-            if train is not None and spans > 1 and length > 4 * shorter * CHUNK:
-                outer -= shorter * CHUNK
-                if not train:
-                    length = cdiv(cdiv(T - outer, CHUNK), spans - 1) * CHUNK
-                    spans = 1 + cdiv(T - outer, length)
+            if train is False and spans > 1 and length > 4 * SHORTER * CHUNK:
+                outer -= SHORTER * CHUNK
+                length = cdiv(cdiv(T - outer, CHUNK), spans - 1) * CHUNK
+                spans = 1 + cdiv(T - outer, length)
             return cls(inputs, None, scale, pieces, length, outer, B * spans, B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
         runs = Runs.of(T, length, CHUNK, cu)
