@@ -7,8 +7,8 @@
 // what enters them, while all others are under way. It holds maps in shared memory by then, where chunks come later, and has none to
 // begin early with.
 //
-// KDA's gradients are one launch later: that which makes chunks' states before them sends what waits for nothing, and takes what no map
-// passes on, by those of its warps that make factors, when they have made all.
+// KDA's gradients have two launches before: one makes chunks' states, and takes what no map passes on, by those of its warps that make
+// factors, when they have made all; the other one, beside it, finds maps, and sends what waits for nothing.
 #pragma once
 #include "maps.cuh"
 
