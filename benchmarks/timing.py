@@ -20,19 +20,24 @@ def barrier(group: Group) -> None:
         torch.cuda.synchronize(group.device)
 
 
-def seconds(step: Step, group: Group, inner: int) -> float:
+def seconds(step: Step, group: Group, inner: int, lead: int = 0) -> float:
     """Seconds of one of `inner` calls in a row on this rank: CUDA events, or the clock on a CPU.
 
     On CUDA all ranks' devices start together, behind a sum over the group: when their hosts came out of a barrier would
-    else be part of what the first exchange takes.
+    else be part of what the first exchange takes. `lead`: calls before those, behind which hosts are ahead of their
+    devices and ranks in step.
     """
     if not group.on_cuda:
+        for _ in range(lead):
+            step()
         start = time.perf_counter()
         for _ in range(inner):
             step()
         return (time.perf_counter() - start) / inner
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     group.all_reduce(torch.zeros(1, device=group.device)).wait()
+    for _ in range(lead):
+        step()
     start.record()
     for _ in range(inner):
         step()
@@ -42,12 +47,14 @@ def seconds(step: Step, group: Group, inner: int) -> float:
 
 
 def in_turns(
-    arms: Mapping[str, Step], group: Group, *, rounds: int, inner: int = 1, warm: int = 1, quantile: float = 0.5
-) -> dict[str, float]:
+    arms: Mapping[str, Step], group: Group, *, rounds: int, inner: int = 1, warm: int = 1, quantile: float = 0.5,
+    lead: int = 0,
+) -> dict[str, float]:  # fmt: skip
     """Seconds a call of each arm: of each round the slowest rank's time, of the rounds the median (or `quantile`).
 
-    Collective over `group`. Every round takes the arms in another order; a barrier stands before each arm's `inner`
-    calls and none between them, so ranks wait for each other only as their exchanges make them.
+    Collective over `group`. Every round takes the arms in another order; a barrier stands before each arm's calls,
+    `lead` untimed and `inner` timed ones, and none between them, so ranks wait for each other only as their exchanges
+    make them.
     """
     names = list(arms)
     for name in names:
@@ -57,7 +64,7 @@ def in_turns(
     for n in range(rounds):
         for name in names[n % len(names) :] + names[: n % len(names)]:
             barrier(group)
-            times[name].append(seconds(arms[name], group, inner))
+            times[name].append(seconds(arms[name], group, inner, lead))
     table = torch.tensor([times[name] for name in names], dtype=torch.float64, device=group.device)
     slowest = group.all_reduce(table, op=dist.ReduceOp.MAX).wait().tolist()
     return {name: sorted(row)[int(quantile * len(row))] for name, row in zip(names, slowest)}

@@ -26,7 +26,7 @@ from torch import Tensor
 import ring_la
 from ring_la.algebra import Affine
 from ring_la.cli.job import job
-from ring_la.cli.options import count
+from ring_la.cli.options import amount, count
 from ring_la.cli.transitions import TRANSITIONS
 from ring_la.comm import Group
 from ring_la.comm.group import TRANSPORTS
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-limit", type=float, help="errors beyond which FLA and FlashQLA are not timed")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--inner", type=count, default=8, help="calls in a row between two barriers")
+    parser.add_argument("--lead", type=amount, default=0, help="calls before those, untimed: ranks are in step then")
     parser.add_argument("--quantile", type=float, default=0.5, help="of the rounds; lower where others use the machine")
     parser.add_argument("--graph", action="store_true", help="also replayed as CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="only run the kernels once, on one device; no torchrun")
@@ -136,7 +137,7 @@ def bench(team: Team, args: argparse.Namespace, report: Report) -> None:
 
 
 def how(args: argparse.Namespace) -> dict[str, Any]:
-    return dict(rounds=args.rounds, inner=args.inner, quantile=args.quantile, warm=2)
+    return dict(rounds=args.rounds, inner=args.inner, quantile=args.quantile, warm=2, lead=args.lead)
 
 
 def measure(team: Team, case: Case, args: argparse.Namespace, report: Report) -> None:

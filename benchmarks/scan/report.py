@@ -50,7 +50,8 @@ class Report:
         self.machine = dict(
             device=torch.cuda.get_device_name() if cuda else "cpu", torch=torch.__version__,
             ranks=dist.get_world_size(), transport=args.transport, heads=args.heads, width=args.width,
-            keys=args.keys or args.heads, rounds=args.rounds, inner=args.inner, dtype="bfloat16" if cuda else "float32",
+            keys=args.keys or args.heads, rounds=args.rounds, inner=args.inner, lead=args.lead,
+            dtype="bfloat16" if cuda else "float32",
         )  # fmt: skip
         if self.writes:
             args.out.mkdir(parents=True, exist_ok=True)
