@@ -89,14 +89,15 @@ class Silent:
 @pytest.mark.parametrize("mail", [None, ((1,), (2,))], ids=["", "mailed"])
 def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, middle, mail):
     """The link goes through the spans, behind their maps, unless launches carry states themselves. Nothing is filled.
-    What needs no gradient of a state comes before the link where that sends nothing."""
+    What needs no gradient of a state comes first where nothing is sent by then, or by a launch beside it."""
     launches: list[str] = []
 
     def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False):
         delta = kernels is across.DELTA
-        beside = maps if delta else mailed and name != "backward"  # parts of maps, or spans, wait for each other
+        # parts of maps, or spans, wait for each other; or a launch finds maps beside that of chunks' states
+        beside = maps if delta else mailed and (maps or name == "forward")
         assert (leaves, early) == (False, beside)
-        assert mailed == (mail is not None and not maps)
+        assert mailed == (mail is not None and not (maps and delta))
         return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")
 
     for module, name in (
@@ -119,6 +120,7 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, middle, 
         assert launches == ["clear" if finds else "maps", *link, "output"]
         launches.clear()
         call.gradients(Backward(None, q, out.saved), None, border=Silent(launches, middle, mail))
-        between = [*link, *prepared] if middle else [*prepared, *link]
-        assert launches == ["maps", *between, "output"]
+        first = mail is not None or not middle
+        before = [*prepared, "maps", *link] if first else ["maps", *link, *prepared]
+        assert launches == [*before, "output"]
     assert done.names == []

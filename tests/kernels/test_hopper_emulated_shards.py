@@ -185,11 +185,11 @@ def test_without_gradients_launches_carry_states(monkeypatch, name):
     assert mailed == {"delta": {"gdn_forward"}, "kda": {"kda_forward"}}[name]
 
 
-def of_three_spans(monkeypatch, span: int = 144) -> tuple[dict[str, Tensor], list[int]]:
-    """KDA's tokens of four heads and three shards, with spans of so many, the first of a chunk less where gradients
+def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
+    """KDA's tokens of four heads and three shards, with spans of 144, the first of a chunk less where no gradients
     follow. It begins from zero where it forgets what comes: all do, none does where a shard begins, the second of each
     does not, and but for a shard's first chunk all do; and the cuts."""
-    monkeypatch.setattr(kda_launches, "SPAN", span)
+    monkeypatch.setattr(kda_launches, "SPAN", 144)
     T, H = 3 * 320, 4
     q, k, v, beta = draw(T, H, 1)
     place, fall = torch.arange(T) % 320, torch.full((T, H), 3.0)
@@ -259,7 +259,7 @@ def test_a_backward_in_groups_of_heads_takes_what_one_launch_found(monkeypatch):
 
 def test_only_chunks_that_do_not_forget_it_wait_for_what_comes(monkeypatch):
     """Where all of a head's spans forget; else the first begins with what comes."""
-    x, cuts = of_three_spans(monkeypatch, 128)
+    x, cuts = of_three_spans(monkeypatch)
     x = {n: t[:, : cuts[1]].contiguous() for n, t in x.items()}
     ranks, chain = line_of_ranks.groups(2, x["q"].device), Chain.line(2)
     ranks[1].mailboxes.patience = 10**7
