@@ -23,7 +23,7 @@ struct Args {
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`; null if `given`. MAPS:
-                         // forward, whether spans' transitions are 0 and not written, [count, H]; backward, null or `Mail::zero`
+                         // forward, whether spans' transitions are 0 and not written, [count, H]; backward null
   float* states;         // [count, H, 128 * 128]; MAPS: what each span's tokens leave of no state, [count, H, K, V]
   float* parts;          // MAPS, MAILED forward: spans' transitions, [count, H, K, K]
   float* squares;        // MAPS, forward: of these, [count, H, 8]
