@@ -44,12 +44,15 @@ def kernels() -> Iterator[CudaKernel]:
             read = f"GATED={gated}", gate, step
             yield from (gdn_launches.forward_kernel(keep, *read) for keep in (False, True))
             yield gdn_launches.forward_kernel(False, *read, maps=True)
+            yield from (gdn_launches.forward_kernel(keep, *read, mailed=True) for keep in (False, True))
             yield from (gdn_launches.backward_kernel(*read, maps=maps) for maps in (False, True))
+            yield gdn_launches.backward_kernel(*read, mailed=True)
         ways: tuple[dict[str, bool], ...] = ({}, {"leaves": True}, {"deferred": True})
         for name, way in itertools.product(("forward", "states", "backward"), ways):
             yield kda_launches.kernel(name, gate, step, **way)
         yield from (kda_launches.kernel(name, gate, step, maps=True) for name in ("forward", "backward"))
         yield from (kda_launches.kernel(name, gate, step, mailed=True) for name in ("forward", "states", "backward"))
+        yield kda_launches.kernel("backward", gate, step, maps=True, mailed=True)
 
 
 def row(kernel: CudaKernel, log: str) -> str:

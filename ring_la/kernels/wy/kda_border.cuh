@@ -365,14 +365,17 @@ template <int EACH, class Sync> INLINE void take_all(const Args& a, int who, int
 INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
   const u32 full = base + BARS + w * 16;
   const int heads = who < 0 ? 0 : leaves(a.mail) ? heads_of(a, who, beside(a)) : 0;
-  int t = 0, end = 0, h = 0, c = w, stop = 0, round = 0;  // stop: what is ordered ends there; or the first of the eight heads
-  u32 at = base + ORDERS;                                 // or those of them that forget by two chunks
+  int t = 0, end = 0, h = 0, c = w;
+  int stop = 0;                             // of a span: what is ordered ends there
+  u32 at = base + ORDERS;                   // and stands here
+  int eight = 0, round = 0;                 // of heads: the first of eight, and how often chunks of these were made
+  u32 two = 0;                              // which of them forget by two chunks
   bool made = true, values = true;
   auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
   auto aim = [&](int k, int back) {  // at the k-th of eight heads, so many chunks before its end
     made = k >= 0;
     if (!made) return;
-    const int i = who + (stop + k) * beside(a);
+    const int i = who + (eight + k) * beside(a);
     end = uniform(span_of(a, last_span(a, i)).end), t = max(end - back * C, 0), h = i % a.H;
   };
   if (who < 0) {
@@ -404,15 +407,15 @@ INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
     } else {
       if (!round) {
         between_all();  // it is known which chunks count
-        at = heads_by(2, base + ASKED, lane);
+        two = heads_by(2, base + ASKED, lane);
       }
-      if (4 * round++ < __popc(at)) {
-        aim(nth_of(at, 4 * (round - 1) + (w >> 1)), 2 - (w & 1));
+      if (4 * round++ < __popc(two)) {
+        aim(nth_of(two, 4 * (round - 1) + (w >> 1)), 2 - (w & 1));
       } else {
-        stop += 8, round = 0;
-        if (stop >= heads) return;
+        eight += 8, round = 0;
+        if (eight >= heads) return;
         between_all();  // what was asked is read
-        aim(stop + w < heads ? w : -1, 1);
+        aim(eight + w < heads ? w : -1, 1);
       }
     }
     bar_wait(full + 8, (c / SLOTS - 1) & 1);

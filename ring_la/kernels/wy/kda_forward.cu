@@ -556,7 +556,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     if (who < 0) {
       int s, h;
       const Span x = work_of(a, base + SAID, s, h);
-      if (x.end <= x.begin) return;
       consume(a, x, span_before(a, x, s), s, h, base, w, lane);
     } else {
       consume_beside(a, who, base, w, lane);
