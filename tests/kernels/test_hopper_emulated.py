@@ -212,7 +212,7 @@ extern "C" __global__ void faulty(const __grid_constant__ Args a) {
   if (a.which == 3) uniform(threadIdx.x);
   if (a.which == 5) {
     if (threadIdx.x) between_two(1);
-    else arrive_all();
+    else between_all();
   }
 }
 """

@@ -149,9 +149,8 @@ INLINE void copy_out_all() { asm volatile("cp.async.bulk.commit_group;" ::: "mem
 INLINE void written_out() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // and is there, for whom this thread tells
 INLINE void copies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }  // before copies read what this thread was told is there
 INLINE void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // what was read may be written
-// 512 threads, of which some only arrive, and do not wait; where there are no pairs
+// 512 threads, where there are no pairs
 INLINE void between_all() { asm volatile("bar.sync 3, 512;" ::: "memory"); }
-INLINE void arrive_all() { asm volatile("bar.arrive 3, 512;" ::: "memory"); }
 INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come
 INLINE void between_others() { asm volatile("bar.sync 2, 256;" ::: "memory"); }  // of other 256, where there are no pairs
 // The two warps of a pair; `pair`: its number, from 0 to 13
@@ -182,6 +181,12 @@ INLINE u64 nanoseconds() {
   u64 x;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(x));
   return x;
+}
+INLINE void pause(int n) {  // cycles; none if below 1
+  u32 from, now;
+  asm volatile("mov.u32 %0, %clock;" : "=r"(from));
+  do asm volatile("mov.u32 %0, %clock;" : "=r"(now));
+  while ((int)(now - from) < n);
 }
 
 // A launch may begin before the one before it has ended (programmatic dependent launch; `CudaKernel.early`): once all programs of

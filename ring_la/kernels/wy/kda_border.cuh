@@ -11,7 +11,8 @@
 // keep later programs out: what nobody has begun to look for after a while that of the first span finds itself.
 #pragma once
 
-#define WORDS STAGE           // two barriers for maps; orders, two at a time; bounds; which lanes are claimed; what was heard
+#define WORDS STAGE           // two barriers for maps; orders, two at a time; bounds; which lanes are claimed; what was heard; barriers
+                              // of orders
 #define ORDERS ((WORDS + 79) & ~63)
 #define BOUNDS (ORDERS + 64)
 #define LANES (BOUNDS + 48)
@@ -20,9 +21,11 @@
 #define ASKED (AGAIN + 32)    // by programs beside, four words each of eight pieces' heads: what is to do
 #define TURNS_OVER (ASKED + 128)                // of each of their warps `TURN` bytes
 #define PICKED (TURNS_OVER + 8 * TURN)          // two words: which pieces' heads those that take have
+#define ORDERED (PICKED + 8)  // of each of two orders: it is there; all have read it
 #define PATIENT 64            // times that it is asked for what others may not have begun; each takes a microsecond or more
 
-enum Known { FORGETS = 1, SOUGHT, FOUND };  // of a span: it has the transition 0; its map is being found; and is there
+enum Known { BY_ONE = 1, BY_TWO, SOUGHT, FOUND };  // of a span: it forgets by so many chunks; its map is being found; and is there
+INLINE bool is_zero(int known) { return known == BY_ONE || known == BY_TWO; }  // its transition
 INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }
 enum Taking { THERE = 1, WANTED, UNWANTED, TAKEN };  // what enters a piece, by programs beside; TAKEN: one of them waits for it
 INLINE int* taking(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }  // s: its first span
@@ -40,13 +43,15 @@ enum { TURNED = 1, LAST = 2, BRINGS = 4 };  // how: the second pass is without v
 // Chunks `first` to `stop` (not included) of those under way: `n` a pass, from token t0 on; tokens from `end` on are zero.
 struct Order { int t0, n, first, stop, end, how; };
 INLINE void order(u32 base, int& k, const Order& j) {  // the k-th, by eight warps
-  const u32 to = base + ORDERS + (k++ & 1) * 32;
+  const u32 to = base + ORDERS + (k & 1) * 32, bars = base + ORDERED + (k & 1) * 16;
   if (threadIdx.x == 0) {
+    if (k > 1) bar_wait(bars + 8, (k / 2 - 1) & 1);
     sts32(to, j.t0); sts32(to + 4, j.n); sts32(to + 8, j.first);
     sts32(to + 12, j.stop); sts32(to + 16, j.end); sts32(to + 20, j.how);
+    bar_arrive(bars);
   }
-  if (j.how & LAST) arrive_all();
-  else between_all();
+  k++;
+  between_warps();  // else ptxas keeps numbers of the walk in memory
 }
 
 // What enters a piece, as if it were the next four chunks, in slots as they are free: the part-th 32 rows of K. By the warp whose next
@@ -99,11 +104,11 @@ INLINE int unsought(const Args& a, int s0, int n, int h, u64& zeros, int& left, 
     for (;; left--) {
       int x[2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) x[i] = lane + 32 * i < n - 1 ? load_acquire(known(a, s0 + lane + 32 * i, h)) : FORGETS;
-      auto which = [&](int y) { return (u64)__ballot_sync(~0u, x[1] == y) << 32 | __ballot_sync(~0u, x[0] == y); };
-      const u64 none = which(0);
-      zero = which(FORGETS);
-      if (!none && !which(SOUGHT)) break;
+      for (int i = 0; i < 2; i++) x[i] = lane + 32 * i < n - 1 ? load_acquire(known(a, s0 + lane + 32 * i, h)) : BY_ONE;
+      auto which = [&](auto is) { return (u64)__ballot_sync(~0u, is(x[1])) << 32 | __ballot_sync(~0u, is(x[0])); };
+      const u64 none = which([](int y) { return !y; });
+      zero = which(is_zero);
+      if (!none && !which([](int y) { return y == SOUGHT; })) break;
       if (left > 0 || !none) continue;
       const int z = s0 + 63 - __clzll(none);
       if (__any_sync(~0u, lane == 0 && swap_anywhere(known(a, z, h), 0, SOUGHT) == 0)) {
@@ -194,10 +199,11 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
   for (bool own = true; z >= 0; own = false) {
     const bool wanted = !x.first || !own || leaves(m) || m.composes;  // nobody reads a last span's map where nothing leaves
     if (of < 0 && wanted) find(a, span_of(a, z), z, h, c, k, base, w, lane);
-    between_warps();  // all is written
+    if (of < 0) between_warps();  // all is written
     if (w == 7 && lane == 0) {  // another one asks meanwhile
-      m.zero[z * a.H + h] = max(of, 0);
-      store_release(known(a, z, h), of < 0 ? FOUND : FORGETS);
+      if (of < 0) store_release(known(a, z, h), FOUND);
+      else say(known(a, z, h), of);
+      m.zero[z * a.H + h] = max(of, 0);  // for launches behind this one
     }
     if (!x.first) break;
     z = unsought(a, s0, spans, h, zeros, left, base + HEARD, w, lane);
@@ -290,9 +296,9 @@ INLINE void ask(const Args& a, int j, int who, int all, u32 asked, int w, int la
     const int k = j + lane / UNITS, n = heads_of(a, who, all), i = who + min(k, n - 1) * all, s = last_span(a, i);
     int found;
     while (!(found = load_acquire(known(a, s, i % a.H)))) {}
-    const bool wanted = found == FORGETS && k < n;
+    const bool wanted = is_zero(found) && k < n;
     const bool mine = a.mail.target >= 0 && take_lane(a.mail, i * UNITS + lane % UNITS, wanted, lane);
-    sts32(asked + lane * 4, wanted ? a.mail.zero[s * a.H + i % a.H] + mine * MINE : 0);
+    sts32(asked + lane * 4, wanted ? found + mine * MINE : 0);
   }
   between_all();
 }
@@ -366,12 +372,11 @@ INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
   const u32 full = base + BARS + w * 16;
   const int heads = who < 0 ? 0 : leaves(a.mail) ? heads_of(a, who, beside(a)) : 0;
   int t = 0, end = 0, h = 0, c = w;
-  int stop = 0;                             // of a span: what is ordered ends there
-  u32 at = base + ORDERS;                   // and stands here
+  int stop = 0, k = -1;                     // of a span: what is ordered ends there; the k-th order
   int eight = 0, round = 0;                 // of heads: the first of eight, and how often chunks of these were made
   u32 two = 0;                              // which of them forget by two chunks
   bool made = true, values = true;
-  auto read = [&](int i) { return uniform(lds32(at + i * 4)); };
+  auto read = [&](int i) { return uniform(lds32(base + ORDERS + (k & 1) * 32 + i * 4)); };
   auto aim = [&](int k, int back) {  // at the k-th of eight heads, so many chunks before its end
     made = k >= 0;
     if (!made) return;
@@ -382,6 +387,7 @@ INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
     int s;
     const Span x = work_of(a, base + SAID, s, h);
     t = x.begin + (w - (x.first ? 0 : 2)) * C, end = x.end;
+    in_turn(w);
   } else {
     if (!heads) return;
     aim(w < heads ? w : -1, 1);
@@ -397,8 +403,10 @@ INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
           if (read(5) & BRINGS && c < stop + 4) bring(a, c - stop, c, base, w, lane);
           return;
         }
-        between_all();
-        if (stop) at ^= 32;
+        __syncwarp();  // all lanes have read it
+        if (stop && lane == 0) bar_arrive(base + ORDERED + (k & 1) * 16 + 8);
+        k++;
+        bar_wait(base + ORDERED + (k & 1) * 16, k / 2 & 1);
         stop = read(3);
       }
       const int i = c - read(2), n = read(1), pass = i / n;

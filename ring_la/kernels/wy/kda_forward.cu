@@ -205,6 +205,11 @@ INLINE void make_chunk(const Args& a, int t, int end, int h, bool values, u32 ba
   if (lane == 0) bar_arrive(full);
 }
 
+#define PACE 1500 // cycles
+// All programs begin at once, with eight chunks each: more than memory gives while one is made. So chunks that are wanted later are
+// asked for later; a span's first is among three.
+INLINE void in_turn(int w) { pause((w - 2) * PACE); }
+
 #if !FINDS
 // The chunks of `passes` over a span, n each, one to three; the second is without values, the third waits for OPEN. MAPS: see `early`.
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
@@ -226,6 +231,7 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     make_chunk(a, t, x.end, h, pass != 1, base, w, lane);
   }
 #else
+  in_turn(w);
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n;
@@ -514,7 +520,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     }
     bar_init(base + OPEN, 1);
 #if FINDS
-    for (int i = 0; i < 2; i++) bar_init(base + WORDS + i * 8, 1);
+    for (int i = 0; i < 2; i++) {
+      bar_init(base + WORDS + i * 8, 1);
+      bar_init(base + ORDERED + i * 16, 1);
+      bar_init(base + ORDERED + i * 16 + 8, SLOTS);
+    }
 #endif
     bars_ready();
 #if !MAPS

@@ -149,7 +149,6 @@ INLINE void copied_out() {}
 INLINE void written_out() {}
 INLINE void copies_fence() {}
 INLINE void between_all() { machine::barrier(3, 512, "between_all"); }
-INLINE void arrive_all() { machine::arrive(3, 512, "arrive_all"); }
 INLINE void between_warps() { machine::barrier(1, 256, "between_warps"); }
 INLINE void between_others() { machine::barrier(2, 256, "between_others"); }
 INLINE void between_two(int pair) { machine::barrier(pair + 2, 64, "between_two"); }
@@ -168,6 +167,7 @@ INLINE int swap_anywhere(int* p, int from, int to) {
   return x;
 }
 INLINE void store_release_anywhere(int* p, int x) { *(volatile int*)p = x; machine::it().progress++; }
+INLINE void pause(int) {}
 INLINE u64 nanoseconds() { return (u64)std::chrono::steady_clock::now().time_since_epoch().count(); }
 template <int N> INLINE void registers_down() {}
 template <int N> INLINE void registers_up() {}

@@ -112,21 +112,16 @@ template <class Given, class Work> inline void together(const char* doing, Given
   w.generation++;
   it().progress++;
 }
-// At barrier `number`, for so many threads, or for all that there are (`threads` 0); whether it was the last. A GPU takes calls for
-// other counts as illegal, or parts threads.
-inline bool arrive(int number, int threads, const char* what) {
+// At barrier `number`, for so many threads, or for all that there are (`threads` 0). A GPU takes calls for other counts as illegal, or
+// parts threads.
+inline void barrier(int number, int threads, const char* what) {
   Together& b = here().barriers[number];
   if (b.there && b.threads != threads)
     fail(std::string(what) + ": barrier " + std::to_string(number) + " is waited at for " + std::to_string(b.threads) + " threads and for " + std::to_string(threads));
   b.threads = threads;
-  if (++b.there < (threads ? threads : (int)here().fibers.size())) return false;
-  b.there = 0; b.generation++; it().progress++;
-  return true;
-}
-inline void barrier(int number, int threads, const char* what) {
-  Together& b = here().barriers[number];
   const uint64_t mine = b.generation;
-  if (!arrive(number, threads, what)) wait_for(what, [&] { return b.generation != mine; });
+  if (++b.there < (threads ? threads : (int)here().fibers.size())) return wait_for(what, [&] { return b.generation != mine; });
+  b.there = 0; b.generation++; it().progress++;
 }
 
 inline char* at(uint32_t address, uint32_t bytes, uint32_t aligned = 1) {
