@@ -25,6 +25,7 @@
 #define FINDS (MAILED && !KEEP) // kda_border.cuh
 
 #define SLOTS 8 // chunks under way, one a warp that makes factors
+#define PACE 1500 // cycles from when one is asked for to the next, see `in_turn`
 
 // A slot: k and q, then kg and qg (128-byte swizzle, 64 channels a row); g, then kd in its place; v, then o; N; P; e^GL; beta; p.
 #define SLOT 22528
@@ -205,7 +206,6 @@ INLINE void make_chunk(const Args& a, int t, int end, int h, bool values, u32 ba
   if (lane == 0) bar_arrive(full);
 }
 
-#define PACE 1500 // cycles
 // All programs begin at once, with eight chunks each: more than memory gives while one is made. So chunks that are wanted later are
 // asked for later; a span's first is among three.
 INLINE void in_turn(int w) { pause((w - 2) * PACE); }
