@@ -47,55 +47,51 @@ INLINE int beside(const Args& a) { return gridDim.x - a.count * a.heads; }
 #endif
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 
-// Eight tokens of a run from `begin` on, going right or left (`back`), as one warp reads them, four channels a lane.
-struct Eight {
-  float4 g[8];
-  uint2 k[8];
-  INLINE void load(const Args& a, int begin, int h, int tokens, bool back, int from, int lane) {
+// Two tokens, `step` apart, as one warp reads them, four channels a lane
+struct Two {
+  float4 g[2];
+  uint2 k[2];
+  INLINE void load(const Args& a, int t, int step, int h, int lane) {
     const int hk = h / (a.H / a.HK);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const int t = begin + (back ? tokens - 1 - from - j : from + j);
-      const u64 at = (u64)t * a.H + h;
+    for (int j = 0; j < 2; j++) {
+      const u64 at = (u64)(t + j * step) * a.H + h;
 #if GATE_BF16
       const uint2 w = ((const uint2*)a.g)[at * 32 + lane];
       g[j] = make_float4(lo(w.x), hi(w.x), lo(w.y), hi(w.y));
 #else
       g[j] = ((const float4*)a.g)[at * 32 + lane];
 #endif
-      k[j] = ((const uint2*)a.k)[((u64)t * a.HK + hk) * 32 + lane];
+      k[j] = ((const uint2*)a.k)[((u64)(t + j * step) * a.HK + hk) * 32 + lane];
     }
   }
-  // u as they leave it, by two: sums over lanes of two tokens and of what the first gives the second at once; lane i of `b` has |beta| of the run's i-th
-  INLINE void pass(float (&u)[4], float b, int from, bool back) const {
+  // u as they leave it, of whose |beta| b0 and b1 are: sums over lanes of both and of what the first gives the second at once
+  INLINE void pass(float (&u)[4], float b0, float b1, bool back) const {
+    float k0[4], k1[4], e0[4], e1[4], d0 = 0.f, d1 = 0.f, both = 0.f;
+    kept(k0, e0, 0);
+    kept(k1, e1, 1);
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      float k0[4], k1[4], e0[4], e1[4], d0 = 0.f, d1 = 0.f, both = 0.f;
-      kept(k0, e0, j);
-      kept(k1, e1, j + 1);
+    for (int i = 0; i < 4; i++) {
+      if (!back) u[i] *= e0[i];
+      const float between = back ? e0[i] : e1[i];
+      d0 = fmaf(u[i], k0[i], d0);
+      u[i] *= between;
+      d1 = fmaf(u[i], k1[i], d1);
+      k0[i] *= between;
+      both = fmaf(k0[i], k1[i], both);
+    }
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if (!back) u[i] *= e0[i];
-        const float between = back ? e0[i] : e1[i];
-        d0 = fmaf(u[i], k0[i], d0);
-        u[i] *= between;
-        d1 = fmaf(u[i], k1[i], d1);
-        k0[i] *= between;
-        both = fmaf(k0[i], k1[i], both);
-      }
+    for (int m = 16; m; m >>= 1) {
+      d0 += __shfl_xor_sync(~0u, d0, m);
+      d1 += __shfl_xor_sync(~0u, d1, m);
+      both += __shfl_xor_sync(~0u, both, m);
+    }
+    d0 *= b0;
+    d1 = b1 * fmaf(d0, both, d1);
 #pragma unroll
-      for (int m = 16; m; m >>= 1) {
-        d0 += __shfl_xor_sync(~0u, d0, m);
-        d1 += __shfl_xor_sync(~0u, d1, m);
-        both += __shfl_xor_sync(~0u, both, m);
-      }
-      d0 *= __shfl_sync(~0u, b, from + j);
-      d1 = __shfl_sync(~0u, b, from + j + 1) * fmaf(d0, both, d1);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        u[i] = fmaf(d1, k1[i], fmaf(d0, k0[i], u[i]));
-        if (back) u[i] *= e1[i];
-      }
+    for (int i = 0; i < 4; i++) {
+      u[i] = fmaf(d1, k1[i], fmaf(d0, k0[i], u[i]));
+      if (back) u[i] *= e1[i];
     }
   }
   INLINE void kept(float (&x)[4], float (&e)[4], int j) const {
@@ -103,17 +99,31 @@ struct Eight {
     e[0] = ex2(g[j].x * LOG2E); e[1] = ex2(g[j].y * LOG2E); e[2] = ex2(g[j].z * LOG2E); e[3] = ex2(g[j].w * LOG2E);
   }
 };
+// What 16 tokens from t on have of gates and keys, nearer to who reads it soon: by one warp
+INLINE void bring_nearer(const Args& a, int t, int h, int lane) {
+  const u64 g = ((u64)(t + (lane >> 1)) * a.H + h) * D, k = ((u64)(t + (lane >> 1)) * a.HK + h / (a.H / a.HK)) * D;
+#if GATE_BF16
+  prefetch((const u16*)a.g + g + (lane & 1) * 64);
+#else
+  prefetch((const float*)a.g + g + (lane & 1) * 64);
+  prefetch((const float*)a.g + g + (lane & 1) * 64 + 32);
+#endif
+  prefetch(a.k + k + (lane & 1) * 64);
+}
 
 // What is left of u over the 16 tokens from `begin` on, going right or, for gradients of states, left (`back`), and its largest
-// element to `at`; by one warp.
+// element to `at`; by one warp. Two tokens at a time, so that there is little code: it has to come where other launches have run.
 INLINE void bound(float (&u)[4], const Args& a, int begin, int h, bool back, u32 at, int lane) {
-  const int t = begin + (back ? C - 1 - lane : lane);
-  const float b = lane < C ? fabsf(beta_at(a, (u64)t * a.H + h)) : 0.f;
+  const int t = back ? begin + C - 1 : begin, step = back ? -1 : 1;
+  const float b = lane < C ? fabsf(beta_at(a, (u64)(t + lane * step) * a.H + h)) : 0.f;
+  bring_nearer(a, begin, h, lane);
+  Two next;
+  next.load(a, t, step, h, lane);
 #pragma unroll 1
-  for (int i = 0; i < C; i += 8) {
-    Eight x;
-    x.load(a, begin, h, C, back, i, lane);
-    x.pass(u, b, i, back);
+  for (int i = 0; i < C; i += 2) {
+    const Two x = next;
+    if (i + 2 < C) next.load(a, t + (i + 2) * step, step, h, lane);
+    x.pass(u, __shfl_sync(~0u, b, i), __shfl_sync(~0u, b, i + 1), back);
   }
   float most = fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3]));
 #pragma unroll
@@ -144,10 +154,7 @@ INLINE void forgetting(int (&found)[N], const Args& a, const Question (&asked)[N
     for (int i = 0; i < N; i++)
       if (w >> 1 == i) t = asked[i].t, back = asked[i].back, mine = !found[i];
     const u32 to = said + (w >> 1) * 16 + (part + round) * 4;
-    if (mine && chunk >= 0) {
-      if (back) bound(left, a, t + chunk * C, h, true, to, lane);
-      else bound(left, a, t - (chunk + 1) * C, h, false, to, lane);
-    }
+    if (mine && chunk >= 0) bound(left, a, back ? t + chunk * C : t - (chunk + 1) * C, h, back, to, lane);
     sync();
     open = false;
 #pragma unroll
