@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-limit", type=float, help="errors beyond which FLA and FlashQLA are not timed")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--inner", type=count, default=8, help="calls in a row between two barriers")
-    parser.add_argument("--lead", type=amount, default=0, help="calls before those, untimed: ranks are in step then")
+    parser.add_argument("--lead", type=amount, default=8, help="calls before those, untimed: ranks are in step then")
     parser.add_argument("--quantile", type=float, default=0.5, help="of the rounds; lower where others use the machine")
     parser.add_argument("--graph", action="store_true", help="also replayed as CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="only run the kernels once, on one device; no torchrun")

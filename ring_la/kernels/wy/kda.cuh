@@ -65,7 +65,7 @@ struct Two {
       k[j] = ((const uint2*)a.k)[((u64)(t + j * step) * a.HK + hk) * 32 + lane];
     }
   }
-  // u as they leave it, of whose |beta| b0 and b1 are: sums over lanes of both and of what the first gives the second at once
+  // u behind both tokens, whose |beta| are b0 and b1. Three sums over lanes at once: u with each key, and the first key with the second.
   INLINE void pass(float (&u)[4], float b0, float b1, bool back) const {
     float k0[4], k1[4], e0[4], e1[4], d0 = 0.f, d1 = 0.f, both = 0.f;
     kept(k0, e0, 0);
@@ -99,8 +99,8 @@ struct Two {
     e[0] = ex2(g[j].x * LOG2E); e[1] = ex2(g[j].y * LOG2E); e[2] = ex2(g[j].z * LOG2E); e[3] = ex2(g[j].w * LOG2E);
   }
 };
-// What 16 tokens from t on have of gates and keys, nearer to who reads it soon: by one warp
-INLINE void bring_nearer(const Args& a, int t, int h, int lane) {
+// Prefetch the gates and keys of the 16 tokens from t on. By one warp.
+INLINE void prefetch_chunk(const Args& a, int t, int h, int lane) {
   const u64 g = ((u64)(t + (lane >> 1)) * a.H + h) * D, k = ((u64)(t + (lane >> 1)) * a.HK + h / (a.H / a.HK)) * D;
 #if GATE_BF16
   prefetch((const u16*)a.g + g + (lane & 1) * 64);
@@ -112,11 +112,11 @@ INLINE void bring_nearer(const Args& a, int t, int h, int lane) {
 }
 
 // What is left of u over the 16 tokens from `begin` on, going right or, for gradients of states, left (`back`), and its largest
-// element to `at`; by one warp. Two tokens at a time, so that there is little code: it has to come where other launches have run.
+// element to `at`; by one warp. Two tokens at a time, so that there is little code: it is fetched again after other launches.
 INLINE void bound(float (&u)[4], const Args& a, int begin, int h, bool back, u32 at, int lane) {
   const int t = back ? begin + C - 1 : begin, step = back ? -1 : 1;
   const float b = lane < C ? fabsf(beta_at(a, (u64)(t + lane * step) * a.H + h)) : 0.f;
-  bring_nearer(a, begin, h, lane);
+  prefetch_chunk(a, begin, h, lane);
   Two next;
   next.load(a, t, step, h, lane);
 #pragma unroll 1

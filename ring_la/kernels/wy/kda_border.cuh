@@ -11,8 +11,7 @@
 // keep later programs out: what nobody has begun to look for after a while that of the first span finds itself.
 #pragma once
 
-#define WORDS STAGE           // two barriers for maps; orders, two at a time; bounds; which lanes are claimed; what was heard; barriers
-                              // of orders
+#define WORDS STAGE           // two barriers for maps; orders, two at a time; bounds; which lanes are claimed; what was heard
 #define ORDERS ((WORDS + 79) & ~63)
 #define BOUNDS (ORDERS + 64)
 #define LANES (BOUNDS + 48)
@@ -21,16 +20,16 @@
 #define ASKED (AGAIN + 32)    // by programs beside, four words each of eight pieces' heads: what is to do
 #define TURNS_OVER (ASKED + 128)                // of each of their warps `TURN` bytes
 #define PICKED (TURNS_OVER + 8 * TURN)          // two words: which pieces' heads those that take have
-#define ORDERED (PICKED + 8)  // of each of two orders: it is there; all have read it
+#define ORDERED (PICKED + 8)                    // of each of two orders two barriers: it is there; all have read it
 #define PATIENT 64            // times that it is asked for what others may not have begun; each takes a microsecond or more
 
 enum Known { BY_ONE = 1, BY_TWO, SOUGHT, FOUND };  // of a span: it forgets by so many chunks; its map is being found; and is there
-INLINE bool is_zero(int known) { return known == BY_ONE || known == BY_TWO; }  // its transition
+INLINE bool is_zero(int x) { return x == BY_ONE || x == BY_TWO; }  // its transition
 INLINE int* known(const Args& a, int s, int h) { return a.arrived + (a.count + s) * a.H + h; }
 enum Taking { THERE = 1, WANTED, UNWANTED, TAKEN };  // what enters a piece, by programs beside; TAKEN: one of them waits for it
 INLINE int* taking(const Args& a, int s, int h) { return a.arrived + s * a.H + h; }  // s: its first span
 enum { MINE = 4 };  // see `ask`
-INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads nothing else
+INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to readers that need nothing written before it
 
 // -- chunks ------------------------------------------------------------------------------------------------------------
 // Those who make chunks begin before anything is known, with a slot each: the span's, and where it is not first the two before it. They
@@ -39,16 +38,22 @@ INLINE void say(int* at, int x) { *(volatile int*)at = x; }  // to who reads not
 // The span before x, the s-th; of a piece's first span its last
 INLINE Span span_before(const Args& a, const Span& x, int s) { return span_of(a, x.first ? s + spans_a_row(a) - 1 : s - 1); }
 
-enum { TURNED = 1, LAST = 2, BRINGS = 4 };  // how: the second pass is without values; nothing else will be wanted; but what enters the piece
+// how: the second pass is without values; no order follows; behind its chunks comes what enters the piece
+enum { TURNED = 1, LAST = 2, BRINGS = 4 };
 // Chunks `first` to `stop` (not included) of those under way: `n` a pass, from token t0 on; tokens from `end` on are zero.
 struct Order { int t0, n, first, stop, end, how; };
-INLINE void order(u32 base, int& k, const Order& j) {  // the k-th, by eight warps
-  const u32 to = base + ORDERS + (k & 1) * 32, bars = base + ORDERED + (k & 1) * 16;
+// Where the k-th order and its barriers lie
+INLINE u32 order_at(u32 base, int k) { return base + ORDERS + (k & 1) * 32; }
+INLINE u32 order_there(u32 base, int k) { return base + ORDERED + (k & 1) * 16; }
+INLINE u32 order_read(u32 base, int k) { return order_there(base, k) + 8; }
+// The k-th order, by eight warps: by their first thread, which has waited for copies out of the slots (`put_map`).
+INLINE void order(u32 base, int& k, const Order& j) {
+  const u32 to = order_at(base, k);
   if (threadIdx.x == 0) {
-    if (k > 1) bar_wait(bars + 8, (k / 2 - 1) & 1);
+    if (k > 1) bar_wait(order_read(base, k), (k / 2 - 1) & 1);
     sts32(to, j.t0); sts32(to + 4, j.n); sts32(to + 8, j.first);
     sts32(to + 12, j.stop); sts32(to + 16, j.end); sts32(to + 20, j.how);
-    bar_arrive(bars);
+    bar_arrive(order_there(base, k));
   }
   k++;
   between_warps();  // else ptxas keeps numbers of the walk in memory
@@ -367,7 +372,7 @@ template <int EACH, class Sync> INLINE void take_all(const Args& a, int who, int
 
 // -- who makes chunks, by eight warps, a chunk each ------------------------------------------------------------------------
 // Of a span and what is ordered (who < 0), or the last ones of pieces' heads, as `send_ends` takes them: in one loop, so that there is
-// one place where chunks are made. For programs of both kinds share what holds their code.
+// one place where chunks are made: programs of both kinds share the instruction cache.
 INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
   const u32 full = base + BARS + w * 16;
   const int heads = who < 0 ? 0 : leaves(a.mail) ? heads_of(a, who, beside(a)) : 0;
@@ -376,7 +381,7 @@ INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
   int eight = 0, round = 0;                 // of heads: the first of eight, and how often chunks of these were made
   u32 two = 0;                              // which of them forget by two chunks
   bool made = true, values = true;
-  auto read = [&](int i) { return uniform(lds32(base + ORDERS + (k & 1) * 32 + i * 4)); };
+  auto read = [&](int i) { return uniform(lds32(order_at(base, k) + i * 4)); };
   auto aim = [&](int k, int back) {  // at the k-th of eight heads, so many chunks before its end
     made = k >= 0;
     if (!made) return;
@@ -404,9 +409,9 @@ INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
           return;
         }
         __syncwarp();  // all lanes have read it
-        if (stop && lane == 0) bar_arrive(base + ORDERED + (k & 1) * 16 + 8);
+        if (stop && lane == 0) bar_arrive(order_read(base, k));
         k++;
-        bar_wait(base + ORDERED + (k & 1) * 16, k / 2 & 1);
+        bar_wait(order_there(base, k), k / 2 & 1);
         stop = read(3);
       }
       const int i = c - read(2), n = read(1), pass = i / n;

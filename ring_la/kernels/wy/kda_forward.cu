@@ -206,8 +206,8 @@ INLINE void make_chunk(const Args& a, int t, int end, int h, bool values, u32 ba
   if (lane == 0) bar_arrive(full);
 }
 
-// All programs begin at once, with eight chunks each: more than memory gives while one is made. So chunks that are wanted later are
-// asked for later; a span's first is among three.
+// Programs that begin together ask for eight chunks each: more than memory gives while one is made. So chunks that are wanted later are
+// asked for later. The first three are asked for at once; the span's first chunk is one of them. MAPS makes two at first.
 INLINE void in_turn(int w) { pause((w - 2) * PACE); }
 
 #if !FINDS
@@ -522,8 +522,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
 #if FINDS
     for (int i = 0; i < 2; i++) {
       bar_init(base + WORDS + i * 8, 1);
-      bar_init(base + ORDERED + i * 16, 1);
-      bar_init(base + ORDERED + i * 16 + 8, SLOTS);
+      bar_init(order_there(base, i), 1);
+      bar_init(order_read(base, i), SLOTS);
     }
 #endif
     bars_ready();

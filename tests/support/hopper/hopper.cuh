@@ -168,7 +168,7 @@ INLINE int swap_anywhere(int* p, int from, int to) {
 }
 INLINE void store_release_anywhere(int* p, int x) { *(volatile int*)p = x; machine::it().progress++; }
 INLINE void pause(int) {}
-INLINE void prefetch(const void*) {}
+INLINE void prefetch(const void* p) { (void)*(const volatile char*)p; }
 INLINE u64 nanoseconds() { return (u64)std::chrono::steady_clock::now().time_since_epoch().count(); }
 template <int N> INLINE void registers_down() {}
 template <int N> INLINE void registers_up() {}
