@@ -208,6 +208,40 @@ def test_refused_models(ranks):
     ranks.run(1, refused_models)
 
 
+class Rounded(torch.nn.Linear):
+    """To one number a token, whose rounding goes by the token's place in the tensor, as a product's may."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        y[..., ::2, :] += torch.finfo(x.dtype).eps * x[..., ::2, :].norm(dim=-1, keepdim=True) * self.weight.norm()
+        return y
+
+
+class Gated(torch.nn.Module):
+    """A gate that one token, of 16, nearly closes: what is left of it there is rounding."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.gate = torch.nn.Embedding(16, 8), Rounded(8, 1, bias=False)
+        x, w = self.embedding.weight[token].detach(), self.gate.weight.data
+        w -= (w @ x)[:, None] / x.square().sum() * x
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        return x * (1 + self.gate(x))
+
+
+@pytest.mark.parametrize("token", range(16))
+def test_rounding_is_not_taken_for_places(token):
+    from ring_la.integrations.transformers import probe
+
+    model = Gated(token)
+    probe.check(model, lambda ids, positions, offsets: model(ids), 16, 64, torch.device("cpu"))
+    y = model.gate(model.embedding(torch.full((23,), token)))
+    assert (y - y[0]).abs().max() > 1e-3 * y[0].abs().max()  # it would be, by that token alone
+
+
 @pytest.mark.parametrize(("name", "given"), [("average", dict(average=1)), ("check", dict(check="no"))])
 def test_flags_are_flags(name, given):
     from ring_la import ArgumentError, ContextParallel
