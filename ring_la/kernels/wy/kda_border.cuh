@@ -382,10 +382,10 @@ INLINE void make_chunks(const Args& a, int who, u32 base, int w, int lane) {
   u32 two = 0;                              // which of them forget by two chunks
   bool made = true, values = true;
   auto read = [&](int i) { return uniform(lds32(order_at(base, k) + i * 4)); };
-  auto aim = [&](int k, int back) {  // at the k-th of eight heads, so many chunks before its end
-    made = k >= 0;
+  auto aim = [&](int n, int back) {  // at the n-th of eight heads, so many chunks before its end
+    made = n >= 0;
     if (!made) return;
-    const int i = who + (eight + k) * beside(a);
+    const int i = who + (eight + n) * beside(a);
     end = uniform(span_of(a, last_span(a, i)).end), t = max(end - back * C, 0), h = i % a.H;
   };
   if (who < 0) {

@@ -220,16 +220,22 @@ class Rounded(torch.nn.Linear):
 class Gated(torch.nn.Module):
     """A gate that one token, of 16, nearly closes: what is left of it there is rounding."""
 
-    def __init__(self, token: int) -> None:
+    def __init__(self, token: int, scale: float = 1.0, behind: torch.nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.scale, self.behind = scale, behind or torch.nn.Identity()
         self.embedding, self.gate = torch.nn.Embedding(16, 8), Rounded(8, 1, bias=False)
         x, w = self.embedding.weight[token].detach(), self.gate.weight.data
         w -= (w @ x)[:, None] / x.square().sum() * x
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
-        return x * (1 + self.gate(x))
+        return self.behind(x * (1 + self.scale * self.gate(x)))
+
+
+class Uneven(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :5], 2 * x[:, 5:]], 1)
 
 
 @pytest.mark.parametrize("token", range(16))
@@ -240,6 +246,17 @@ def test_rounding_is_not_taken_for_places(token):
     probe.check(model, lambda ids, positions, offsets: model(ids), 16, 64, torch.device("cpu"))
     y = model.gate(model.embedding(torch.full((23,), token)))
     assert (y - y[0]).abs().max() > 1e-3 * y[0].abs().max()  # it would be, by that token alone
+
+
+@pytest.mark.parametrize("token", range(16))
+def test_places_behind_a_near_tie_are_seen(token):
+    """For that token rounding reaches what goes by places, too: its input is not the same."""
+    from ring_la.errors import UnsupportedError
+    from ring_la.integrations.transformers import probe
+
+    model = Gated(token, 1e6, Uneven())
+    with pytest.raises(UnsupportedError, match=r"(behind \(Uneven\)|Gated), which goes by the place"):
+        probe.check(model, lambda ids, positions, offsets: model(ids), 16, 64, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("name", "given"), [("average", dict(average=1)), ("check", dict(check="no"))])
