@@ -67,15 +67,19 @@ def test_against_one_device(name, kind, gpu_ranks, record_property):
 
 
 @pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule", "kda"])
-@pytest.mark.parametrize("short", [True, False], ids=["short spans", "spans as they are"])
-def test_a_line_of_ranks_on_one_gpu(name, short, monkeypatch, record_property):
+@pytest.mark.parametrize("spans", ["short spans", "spans as they are", "long spans"])
+def test_a_line_of_ranks_on_one_gpu(name, spans, monkeypatch, record_property):
     """First, in the middle and last, of documents that start and end in them; heads that forget at once, within some
-    hundred tokens, and hardly."""
+    hundred tokens, and hardly. Long spans are KDA's: first ones go over their first chunks again."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for Hopper")
-    if short:
+    if spans == "short spans":
         monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
         monkeypatch.setattr(kda_launches, "multiprocessors", lambda device: 10**6)
+    if spans == "long spans":
+        if name != "kda":
+            pytest.skip("of KDA alone")
+        monkeypatch.setattr(kda_launches, "SPAN", 256)
     kernels, rule = across.DELTA, Rule("delta", "none" if name == "delta_rule" else "scalar")
     if name == "kda":
         kernels, rule = across.KDA, Rule("delta", "diagonal")
@@ -91,11 +95,12 @@ def test_a_line_of_ranks_on_one_gpu(name, short, monkeypatch, record_property):
     x["beta"] = draw(1, T, H).sigmoid()
     (S0, dS), do = draw(2, 1, len(cu) - 1, H, 128, 128), draw(1, T, H, 128).bfloat16()
     got = line_of_ranks.results(kernels, rule, x, cuts, cu, S0, do, dS)
+    got["o without gradients"] = line_of_ranks.results(kernels, rule, x, cuts, cu, S0, None, None)["o"]
     leaves = [t.double().requires_grad_() for t in (*x.values(), S0[0])]
     offsets = torch.tensor(cu, dtype=torch.int32, device="cuda")
     want = getattr(reference, name)(*leaves[:-1], initial_state=leaves[-1], output_final_state=True, cu_seqlens=offsets)
     grads = torch.autograd.grad((want.o, want.final_state), leaves, (do.double(), dS[0].double()))
-    true = {"o": want.o, "S": want.final_state, **dict(zip((*x, "S0"), grads))}
+    true = {"o": want.o, "o without gradients": want.o, "S": want.final_state, **dict(zip((*x, "S0"), grads))}
     errors = {n: ((got[n].reshape(y.shape).double() - y).norm() / y.norm()).item() for n, y in true.items()}
     record_property("errors", errors)
     assert all(e <= 6e-3 for e in errors.values()), errors

@@ -186,18 +186,18 @@ def test_without_gradients_launches_carry_states(monkeypatch, name):
 
 
 def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:
-    """KDA's tokens of four heads and three shards, with spans of 144, the first of a chunk less where no gradients
+    """KDA's tokens of four heads and three shards, with spans of 160, the first of two chunks less where no gradients
     follow. It begins from zero where it forgets what comes: all do, none does where a shard begins, the second of each
     does not, and but for a shard's first chunk all do; and the cuts."""
-    monkeypatch.setattr(kda_launches, "SPAN", 144)
-    T, H = 3 * 320, 4
+    monkeypatch.setattr(kda_launches, "SPAN", 160)
+    T, H = 3 * 352, 4
     q, k, v, beta = draw(T, H, 1)
-    place, fall = torch.arange(T) % 320, torch.full((T, H), 3.0)
+    place, fall = torch.arange(T) % 352, torch.full((T, H), 3.0)
     fall[place < 64, 1] = 0.02
     fall[(place >= 128) & (place < 256), 2] = 0.02
     fall[place < 16, 3] = 0.01
     g = -fall[None, :, :, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))
-    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [320 * i for i in range(4)]
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [352 * i for i in range(4)]
 
 
 @pytest.mark.parametrize(("at_a_time", "helping"), [(2, 3), (64, 1), (64, 3)])
@@ -228,7 +228,8 @@ def test_a_link_carries_states_where_no_multiprocessor_is_left(monkeypatch):
 
 
 def test_one_program_sees_to_many_heads(monkeypatch):
-    """Of more than eight, whose last chunk forgets alone, or the last two do, or hardly anything."""
+    """Of more than eight, whose last chunk forgets alone, or the last two do, or hardly anything; one that is gone over
+    again goes token by token."""
     monkeypatch.setattr(Emulated, "BESIDE", 64)
     monkeypatch.setattr(kda_launches, "BESIDE", 1)
     monkeypatch.setattr(kda_launches, "SPAN", 160)
@@ -236,6 +237,7 @@ def test_one_program_sees_to_many_heads(monkeypatch):
     q, k, v, beta = draw(T, H, 1)
     fall = torch.tensor([3.0, 1.5, 1.5, 1.5, 1.5, 1.5, 3.0, 0.02, 1.5])
     g = -fall[:, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))
+    g[:, 288:304, 0] = -6  # factors do not fit
     x, cuts = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, [288 * i for i in range(4)]
     S0, (function, kernels, rule) = torch.randn(1, 1, H, 128, 128), RULES["kda"]
     got = line_of_ranks.results(kernels, rule, x, cuts, (0, T), S0, None, None)

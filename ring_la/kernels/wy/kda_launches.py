@@ -30,9 +30,11 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-SHORTER = 1
-"""Chunks by which a first span is shorter than others where states meet those of other ranks and no gradients follow,
-since its first ones are gone over again. Where they follow, all spans are alike, as backward has it."""
+SLOTS = 8
+"""Chunks under way in a program. A first span goes over its first ones again if it has so many."""
+SHORTER = 2
+"""Chunks that a first span leaves to others where states meet those of other ranks and no gradients follow, since its
+first ones are gone over again. Where they follow, all spans are alike, as backward has it."""
 BESIDE, LEFT = 32, 4
 """Programs beside those of spans, which see to states that leave and come, at most; multiprocessors left for them."""
 SPANS, TOKENS = 4, 8192
@@ -140,7 +142,7 @@ class KDACall:
         length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
         if cu is None:
             spans, outer = cdiv(T, length), length
-            if train is False and spans > 1 and length > 4 * SHORTER * CHUNK:
+            if train is False and spans > 1 and length >= (SLOTS + SHORTER) * CHUNK:
                 outer -= SHORTER * CHUNK
                 length = cdiv(cdiv(T - outer, CHUNK), spans - 1) * CHUNK
                 spans = 1 + cdiv(T - outer, length)
