@@ -21,7 +21,7 @@
 #define TURNS_OVER (ASKED + 128)                // of each of their warps `TURN` bytes
 #define PICKED (TURNS_OVER + 8 * TURN)          // two words: which pieces' heads those that take have
 #define ORDERED (PICKED + 8)                    // of each of two orders two barriers: it is there; all have read it
-#define PATIENT 64            // times that it is asked for what others may not have begun; each takes a microsecond or more
+#define PATIENT 64            // times that it is asked for what others may not have begun, at each place; each takes a microsecond or more
 
 enum Known { BY_ONE = 1, BY_TWO, SOUGHT, FOUND };  // of a span: it forgets by so many chunks; its map is being found; and is there
 INLINE bool is_zero(int x) { return x == BY_ONE || x == BY_TWO; }  // its transition
@@ -190,6 +190,37 @@ INLINE bool seek(const Args& a, int s, int h, u32 said, int w, int lane) {
   return !uniform(lds32(said));
 }
 
+// Say of span z by how many chunks it forgets what enters it, or that its map is there (-1). By eight warps.
+INLINE void tell(const Args& a, int z, int h, int forgets, int w, int lane) {
+  if (w == 7 && lane == 0) {  // another one asks meanwhile
+    if (forgets < 0) store_release(known(a, z, h), FOUND);
+    else say(known(a, z, h), forgets);
+    a.mail.zero[z * a.H + h] = max(forgets, 0);  // for launches behind this one
+  }
+}
+
+// Whether all of a piece's n spans but its last, which begin with the s0-th, forget what enters them, and say so before long. By eight warps.
+INLINE bool others_forget(const Args& a, int s0, int n, int h, u32 said, int w, int lane) {
+  if (w == 0) {
+    bool waits, other;
+    for (int left = PATIENT;; left--) {
+      waits = other = false;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int x = lane + 32 * i < n - 1 ? load_acquire(known(a, s0 + lane + 32 * i, h)) : BY_ONE;
+        waits |= !x;
+        other |= x && !is_zero(x);
+      }
+      waits = __any_sync(~0u, waits);
+      other = __any_sync(~0u, other);
+      if (other || !waits || !left) break;
+    }
+    if (lane == 0) sts32(said, !waits && !other);
+  }
+  between_warps();
+  return uniform(lds32(said));
+}
+
 // Say of the span before this one, of a piece's first span of its last, by how many chunks it `forgets`, and find its map if it does not;
 // the first span's program waits until that is known of all. Which of a piece's spans forget; other programs know of one.
 INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& c, int& k, u32 base, int w, int lane) {
@@ -205,11 +236,7 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
     const bool wanted = !x.first || !own || leaves(m) || m.composes;  // nobody reads a last span's map where nothing leaves
     if (of < 0 && wanted) find(a, span_of(a, z), z, h, c, k, base, w, lane);
     if (of < 0) between_warps();  // all is written
-    if (w == 7 && lane == 0) {  // another one asks meanwhile
-      if (of < 0) store_release(known(a, z, h), FOUND);
-      else say(known(a, z, h), of);
-      m.zero[z * a.H + h] = max(of, 0);  // for launches behind this one
-    }
+    tell(a, z, h, of, w, lane);
     if (!x.first) break;
     z = unsought(a, s0, spans, h, zeros, left, base + HEARD, w, lane);
     if (z >= 0) of = forgets_before(a, span_of(a, z).end, h, base, w, lane);
@@ -217,35 +244,86 @@ INLINE u64 settle(const Args& a, const Span& x, int s, int h, int forgets, int& 
   return zeros | mine;
 }
 
+// o of a chunk, the c-th of those under way, with factors, from token t on: nobody needs the state behind it.
+INLINE void last_out(float (&S)[16][4], const Args& a, int h, int t, int end, int c, u32 base, int w, int lane) {
+  const u32 at = base + (u32)c % SLOTS * SLOT, firsts = at + 8 * (lane & 3);
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, row = lane >> 1, j = w * 2 + (lane & 1);
+  const u32 values = at + OFF_V + rb * 256 + swz(rb, w * 2 + cb), pairs = at + OFF_N + rb * 32 + cb * 16;
+  float RO[16], U[8], beta[4];
+  u32 v[4], n[4], u[4];
+  read_state<false>(RO, S, at, 0);
+  ldm_trans(v, values);
+  ldm(n, pairs);
+  of_tokens(beta, firsts + OFF_B);
+  wg_wait(RO);
+  solve(U, RO, v, n);
+#pragma unroll
+  for (int i = 0; i < 8; i++) U[i] *= beta[(i >> 1 & 2) + (i & 1)];
+#pragma unroll
+  for (int i = 0; i < 4; i++) u[i] = pack(U[2 * i], U[2 * i + 1]);
+  read_out(v, U, u, RO, pairs + (OFF_P - OFF_N), firsts + OFF_D);
+  stm_trans(v, values);
+  __syncwarp();
+  lds128(n, at + OFF_V + row * 256 + swz(row, j));
+  if (t + row < end) stg128((char*)(a.o + ((u64)(t + row) * a.H + h) * D + j * 8), n);
+}
+
 // The first chunks of a piece again, with what comes; the program's span and head are read again, so that no register holds them meanwhile.
 INLINE void go_again(float (&S)[16][4], const Args& a, int c, u32 base, int w, int lane) {
   asm volatile("" : "+r"(lane));
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
-  const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN + w * 4));
+  const int t = uniform(x.begin), n = uniform(lds32(base + AGAIN + w * 4)), last = c + n - 1;
   begin_with_brought(S, c + n, base, w, lane);
   between_warps();  // else ptxas keeps numbers of the walk in memory
-  walk(S, a, h, t, t, t + n * C, 0, c, c + n, 0, base, w, lane);
+  bar_wait(base + BARS + last % SLOTS * 16, last / SLOTS & 1);
+  const bool hard = uniform(lds32(base + HARD + last % SLOTS * 4));
+  if (n > 1 || hard) walk(S, a, h, t, t, t + n * C, 0, c, last + hard, 0, base, w, lane);
+  if (!hard) last_out(S, a, h, t + (n - 1) * C, t + n * C, last, base, w, lane);
+}
+
+// Go over chunks `done` to `stop` (not included) of those under way, from token t and a state on, then over the span's first ones `again`
+INLINE void go_over(const float* from, const Args& a, const Span& x, int h, int t, int again, int done, int stop, u32 base, int w,
+                    int lane) {
+  float S[16][4];
+  begin_with(S, from, w, lane);
+  walk(S, a, h, t, uniform(x.begin) + again * C, uniform(x.end), 0, done, stop, 0, base, w, lane);
+  if (uniform(lds32(base + AGAIN + w * 4))) go_again(S, a, stop, base, w, lane);
 }
 
 // y: the span before this one, or of a piece's first span the last
 INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u32 base, int w, int lane) {
   const Mail& m = a.mail;
   const bool comes = m.source >= 0;
+  const int spans = spans_a_row(a), s0 = x.piece * spans, own = chunks_of(x), lanes = first_lane(a, x, h);
   float* const entering = m.entering + ((u64)s * a.H + h) * (D * D);
-  const int lanes = first_lane(a, x, h), own = chunks_of(x);
-  int c = 0, k = 0;  // chunks that are done; orders
-  int forgets[3];    // of y's last chunks, of the span's first two, and of these on the way of gradients
+  int forgets[3];  // of y's last chunks, of the span's first two, and of these on the way of gradients
   forgetting(forgets, a, {{y.end, y.end - y.begin >= 2 * C, false}, {x.begin + 2 * C, x.first && comes && own >= SLOTS, false},
                           {x.begin, m.composes && x.end - x.begin >= 2 * C, true}}, h, base + BOUNDS, w, lane, [] { between_warps(); });
-  const bool first_does = lds(base + BOUNDS + 20) < FORGOTTEN;  // the bound of the span's first chunk alone
+  const int firsts = lds(base + BOUNDS + 20) < FORGOTTEN ? 1 : 2;  // of these two, by the bound of the first alone
   if (m.composes && w == 6 && lane == 0) m.zero[(a.count + s) * a.H + h] = max(forgets[2], 0);
   launch_before();  // flags are there
+  // Where all forgets, what is run lies in one piece, apart from the rest: code is fetched again after other launches.
+  if (forgets[0] > 0 && (!x.first || (comes ? forgets[1] > 0 : !m.before))) {
+    tell(a, x.first ? s0 + spans - 1 : s - 1, h, forgets[0], w, lane);
+    if (!x.first || others_forget(a, s0, spans, h, base + HEARD + 4, w, lane)) {
+      const int again = x.first && comes ? firsts : 0, before = x.first ? 0 : forgets[0], done = x.first ? 0 : 2 - before;
+      if (lane == 0) sts32(base + AGAIN + w * 4, again);
+      if (x.first && w == 0 && lane == 0) say(taking(a, s, h), again ? WANTED : UNWANTED);
+      discard(0, done, base, lane);
+      const int t = uniform(x.begin) - before * C, stop = done + before + own;
+      int k = 0;
+      order(base, k, {t, before + own, done, stop + again, x.end, again ? LAST | BRINGS : LAST});
+      go_over(0, a, x, h, t, again, done, stop, base, w, lane);
+      return;
+    }
+  }
+  int c = 0, k = 0;  // chunks that are done; orders
   const u64 zeros = settle(a, x, s, h, forgets[0], c, k, base, w, lane);
   const bool whole = x.first ? carries(a, zeros) : forgets[0] < 0;  // it begins with what is carried, to here or from here
   int again = 0, before = 0, done = max(c, SLOTS);  // chunks of it that are gone over again; of those before it; that are done by then
   if (!whole) {
-    if (x.first && comes && forgets[1] > 0) again = first_does ? 1 : 2;
+    if (x.first && comes && forgets[1] > 0) again = firsts;
     if (!x.first) before = forgets[0];
     done = x.first ? 0 : 2 - before;
   }
@@ -270,10 +348,7 @@ INLINE void consume(const Args& a, const Span& x, const Span& y, int s, int h, u
   } else {
     from = given(a, x.piece, h);
   }
-  float S[16][4];
-  begin_with(S, from, w, lane);
-  walk(S, a, h, t, uniform(x.begin) + again * C, uniform(x.end), 0, done, stop, 0, base, w, lane);
-  if (uniform(lds32(base + AGAIN + w * 4))) go_again(S, a, stop, base, w, lane);
+  go_over(from, a, x, h, t, again, done, stop, base, w, lane);
 }
 
 // -- programs beside ------------------------------------------------------------------------------------------------------

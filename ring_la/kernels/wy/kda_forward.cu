@@ -304,9 +304,9 @@ INLINE int decide(const Args& a, const Span& x, int s, int h, u32 said, int w, i
   return skip;
 }
 
-// What the state gives a chunk's tokens before the pairs do: RO = S^T kg^T, then S^T qg^T; S <- e^GL S meanwhile. ends: where this
-// lane's first e^GL lies.
-INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, u32 ends) {
+// What the state gives a chunk's tokens before the pairs do: RO = S^T kg^T, then S^T qg^T; S <- e^GL S meanwhile, if it `goes_on`. ends:
+// where this lane's first e^GL lies.
+template <bool goes_on> INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, u32 ends) {
   const u64 b0 = descriptor(at + OFF_KQ, 16, 1024), b1 = descriptor(at + OFF_KQ + 4096, 16, 1024);
   u32 f[8][4];
 #pragma unroll
@@ -316,6 +316,7 @@ INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, u32 ends) {
       float(&y)[4] = S[2 * ks + i];
       f[ks][2 * i] = pack(y[0], y[1]);
       f[ks][2 * i + 1] = pack(y[2], y[3]);
+      if constexpr (!goes_on) continue;
       u32 e[2];
       lds64(e, ends + (2 * ks + i) * 32);
 #pragma unroll
@@ -339,6 +340,22 @@ INLINE void solve(float (&W)[8], const float (&RO)[16], const u32 (&v)[4], const
   }
   mma(W, x, n[0], n[1]); mma(W + 4, x, n[2], n[3]);
 }
+
+#if !KEEP
+// O = qg S + P U + diag(p) U of this warp's 16 columns of V, as `stm_trans` stores it. U goes in, and u, the same in bf16; RO: of
+// `read_state`. pairs, own: where this lane's part of P and its first p lie.
+INLINE void read_out(u32 (&o)[4], float (&U)[8], const u32 (&u)[4], const float (&RO)[16], u32 pairs, u32 own) {
+  float p[4];
+  u32 n[4];
+  ldm(n, pairs);
+  of_tokens(p, own);
+#pragma unroll
+  for (int i = 0; i < 8; i++) U[i] = fmaf(p[(i >> 2) * 2 + (i & 1)], U[i], RO[8 + i]);
+  mma(U, u, n[0], n[1]); mma(U + 4, u, n[2], n[3]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) o[i] = pack(U[2 * i], U[2 * i + 1]);
+}
+#endif
 
 #if KEEP
 // The state as the backward reads it, by way of 1 KB of shared memory a warp: 32 channels of K at a time
@@ -414,7 +431,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       if (t >= begin)
         keep_state(S, (char*)(a.kept_S + kept_at(a, chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
 #endif
-      read_state(RO, S, at, firsts + shift + OFF_E);
+      read_state<true>(RO, S, at, firsts + shift + OFF_E);
       if (left) finish();
       ldm_trans(v, values + shift);
       ldm(n, pairs + shift);
@@ -434,15 +451,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
       wgmma128(S, u, descriptor(at + OFF_G, 1024, 2048));
       wg_commit();
 #if !KEEP
-      float own[4];
-      u32 p[4];
-      ldm(p, pairs + shift + (OFF_P - OFF_N));
-      of_tokens(own, firsts + shift + OFF_D);
-#pragma unroll
-      for (int i = 0; i < 8; i++) U[i] = fmaf(own[(i >> 2) * 2 + (i & 1)], U[i], RO[8 + i]);
-      mma(U, u, p[0], p[1]); mma(U + 4, u, p[2], p[3]);
-#pragma unroll
-      for (int i = 0; i < 4; i++) f[i] = pack(U[2 * i], U[2 * i + 1]);
+      read_out(f, U, u, RO, pairs + shift + (OFF_P - OFF_N), firsts + shift + OFF_D);
 #endif
       stm_trans(f, values + shift);
       __syncwarp();
