@@ -107,6 +107,15 @@ def imports(file: Path) -> set[str]:
     return found
 
 
+def uses() -> set[tuple[str, str]]:
+    """Which module or package of ring_la imports which."""
+    found = set()
+    for file in ROOT.rglob("*.py"):
+        module = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        found |= {(module, used) for used in imports(file) - {module}}
+    return found
+
+
 def test_imports_go_upward_only():
     level = {module: i for i, modules in enumerate(LEVELS) for module in modules}
     wrong, checked = [], 0
@@ -137,6 +146,11 @@ def test_architecture_is_true_of_the_files():
     pages = [(ROOT.parent / f"docs/developers/{page}.md").read_text() for page in ("architecture", "files")]
     first, named = (set(re.findall(r"`([\w./]+)`", text)) for text in (pages[0], "".join(pages)))
     assert set().union(*LEVELS) <= first
+    map_ = pages[0].split("## The map")[1].split("\n## ")[0]
+    rows = [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in map_.splitlines() if line.startswith("| `")]
+    row = {module: i for i, modules in enumerate(rows) for module in modules}
+    late = [pair for pair in uses() if set(pair) <= set(row) and row[pair[1]] > row[pair[0]]]
+    assert not late, f"imports of what comes later on the map: {late}"
     files = [
         f"/{p.relative_to(ROOT.parent).as_posix()}"
         for p in (*ROOT.rglob("*"), *ROOT.parent.glob("*"), *ROOT.parent.glob("tests/*.py"))

@@ -1,8 +1,8 @@
 """What a backend of the linear recurrences does: one rank's tokens, between two exchanges.
 
-A *piece* is a run of consecutive tokens of one document. A backend never communicates and never asks where the
-states that enter its pieces come from; a sharded call is a packed one whose pieces get their states from
-other ranks.
+A *piece* is a run of consecutive tokens of one document. A backend never asks where the states that enter its pieces
+come from; a sharded call is a packed one whose pieces get their states from other ranks. Where a `Border` says so, its
+launches exchange these themselves.
 
 What one part finds and another needs goes from hand to hand: `Local.summary` returns a `Summary` that `Local.output`
 takes, `Local.adjoint` an `Adjoint` that `Local.gradients` takes. A backend remembers nothing between two calls that
