@@ -1,5 +1,5 @@
-"""Device code of the linear recurrences. Nothing here imports `ring_la.comm` or torch.distributed; launches that exchange states by
-mailboxes are handed where these lie."""
+"""Device code of the linear recurrences. Nothing here imports `ring_la.comm` or torch.distributed; launches that
+exchange states by mailboxes are handed where these lie."""
 
 from .choice import CanonicalChunks, check_choice, make_local
 from .known import KnownCall
