@@ -29,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ring_la import ContextParallel, capture
+from ring_la.comm import is_exchange
 from ring_la.inference import Sampler, decode, prefill
 from ring_la.models import HybridConfig, HybridLM
 
@@ -246,7 +247,7 @@ def train_step(
 
 class Exchange:
     """The share of a step spent exchanging: what this rank's host waits for messages on CPU; on GPUs the time of
-    NCCL's kernels, profiled in one step of 25 (they may overlap computing)."""
+    kernels and copies that exchange, profiled in one step of 25 (they may overlap computing)."""
 
     def __init__(self, cp: ContextParallel | None) -> None:
         self.cp, self.share = cp if cp and cp.size > 1 else None, 0.0
@@ -264,7 +265,7 @@ class Exchange:
                 start = time.perf_counter()
                 loss = step()
                 seconds = time.perf_counter() - start
-            kernels = [e for e in profile.key_averages() if e.key.startswith("ncclDevKernel")]
+            kernels = [e for e in profile.key_averages() if is_exchange(e.key)]
             self.share = sum(e.self_device_time_total for e in kernels) / 1e6 / seconds
             return loss
         else:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ring_la.comm import Group
+from ring_la.comm import EXCHANGES, Group
 
 from ..timing import barrier
 
 KINDS = {
     "attention": r"sdpa|flash_fwd|flash_attn|fmha|flashattn",
-    "messages": r"nccl|exchange_kernel|^arrived|^meet|^swap|memcpy.*(ptop|peer)",
+    "messages": EXCHANGES,
     "merging": r"^_merge|^_add$",
     "copies": r"^memcpy|^memset",
     "matrices": r"gemm|gemv|nvjet|cutlass|cublas|splitk",

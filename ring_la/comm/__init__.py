@@ -4,8 +4,19 @@ from .agreement import refusal
 from .calls import Entry
 from .group import TRANSPORTS, Group
 from .pending import Pending
+from .profiled import EXCHANGES, is_exchange
 from .replicated import Replicated, SumOverRanks
 from .route import Route
-from .transport import Transport
 
-__all__ = ["TRANSPORTS", "Entry", "Group", "Pending", "Replicated", "Route", "SumOverRanks", "Transport", "refusal"]
+__all__ = [
+    "EXCHANGES",
+    "TRANSPORTS",
+    "Entry",
+    "Group",
+    "Pending",
+    "Replicated",
+    "Route",
+    "SumOverRanks",
+    "is_exchange",
+    "refusal",
+]

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..comm import is_exchange
 from ..errors import ArgumentError
 
-EXCHANGES = ("nccl", "gloo:", "c10d", "exchange_kernel", "link_kernel", "copy_kernel", "flag_kernel")
-"""What names of exchanges hold, of kernels and of operators."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 Intervals = list[tuple[float, float]]
 Event = dict[str, Any]
@@ -92,7 +91,7 @@ def _calls(e: Event, after: Event) -> bool:
 
 
 def _exchanges(e: Event) -> bool:
-    return any(word in str(e["name"]).lower() for word in EXCHANGES)
+    return is_exchange(str(e["name"]))
 
 
 def merged(spans: Iterable[tuple[float, float]], gap: float = 0.0) -> Intervals:

@@ -92,6 +92,29 @@ def test_on_cpus_what_waits_is_not_computing(tmp_path):
     assert (one.compute, one.exchange, one.hidden) == ([(10, 30)], [(25, 75)], 5)
 
 
+@pytest.mark.parametrize(
+    ("name", "exchange"),
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", True),
+        ("exchange_kernel", True),
+        ("dense_link_kernel", True),
+        ("arrived", True),
+        ("meet", True),
+        ("Memcpy PtoP (Device -> Device)", True),
+        ("Memcpy DtoD (Device -> Device)", False),
+        ("kda_forward", False),
+        ("meet_in_the_middle", False),
+    ],
+)
+def test_exchanges_between_gpus(tmp_path, name, exchange):
+    """Mailboxes' messages, links and waits count, and copies between GPUs, not those within one."""
+    kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+    (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event(name, 0, 10, kind)]}))
+    (one,) = trace.read(tmp_path)
+    assert bool(one.exchange) is exchange
+    assert bool(one.compute) is not exchange
+
+
 def test_a_benchmark(tmp_path, capsys):
     results = Path(__file__).parents[2] / "benchmarks/results"
     shown = {
