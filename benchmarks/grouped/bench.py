@@ -43,7 +43,7 @@ def measure(rows: int, k: int, n: int) -> list[dict]:
                     functions, chosen = training(a, b, dc, sizes, device_sizes), ""
                 else:
                     call = call_of(kind, a, b, dc, device_sizes)
-                    functions, chosen = contenders(kind, call, sizes), choose("auto", call)
+                    functions, chosen = contenders(kind, call), choose("auto", call)
                 ms = times(functions)
                 flops = 2 * rows * k * n * (3 if kind == "train" else 1)
                 others = {name: t for name, t in ms.items() if name in ("loop", "torch", "cutlass")}

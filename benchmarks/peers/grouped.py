@@ -12,7 +12,7 @@ from ring_la.kernels.grouped import GroupedProduct, load
 from ring_la.kernels.grouped.aten import grouped_mm
 
 
-def contenders(kind: str, call: GroupedProduct, sizes: list[int]) -> dict[str, Callable[[], object]]:
+def contenders(kind: str, call: GroupedProduct) -> dict[str, Callable[[], object]]:
     """The ways to compute one product."""
     ends = call.ends()
     x, y = call.x, call.y

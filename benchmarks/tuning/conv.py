@@ -1,4 +1,4 @@
-"""Where the sizes in `kernels/triton/conv.py` come from: `python -m benchmarks.tuning.conv [--out FILE]`.
+"""Where the sizes in `kernels/fused/short_conv_kernel.py` come from: `python -m benchmarks.tuning.conv [--out FILE]`.
 
 Every choice of channels and tokens a step is compiled in parallel, compared with PyTorch's own operations, and timed:
 ms forward and backward at several shapes, dense and packed, for several lengths of a program's run.

@@ -42,9 +42,6 @@ FEATURES: dict[str, dict] = {
 }
 """name: the keywords of a call, and how to draw its tensors."""
 
-PLAIN = ("causal", "full", "scale", "multi-query", "two for one")
-"""Features every kernel knows."""
-
 
 class Case(NamedTuple):
     """A drawn call: tensors that want gradients, other keywords, and the gradients to send into o and lse."""

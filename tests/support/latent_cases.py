@@ -20,8 +20,6 @@ FEATURES: dict[str, dict] = {
 }
 """name: the keywords of a call, and how to draw its tensors."""
 
-SPLIT = ("q", "latent", "k_rope")
-
 
 @cache
 def draw(documents: str, feature: str, key_tokens: int | None = None) -> Case:

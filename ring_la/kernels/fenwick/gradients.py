@@ -31,7 +31,7 @@ from ring_la.kernels.runtime.launch import launch
 
 @triton.jit(do_not_specialize=SIZES)
 def queries_kernel(
-    Q, K_, V_, DO, c, lam, table, states, DQ, dlam, sums, crossing, T, R, B, scale, H: tl.constexpr, HK: tl.constexpr,
+    Q, K_, V_, DO, c, lam, table, states, DQ, dlam, sums, crossing, T, R, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def queries_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def writes_kernel(
-    Q, K_, V_, DO, c, lam, table, adjoint, DK, DV, sums, crossing, T, R, B, scale, H: tl.constexpr, HK: tl.constexpr,
+    Q, K_, V_, DO, c, lam, table, adjoint, DK, DV, sums, crossing, T, R, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +179,7 @@ def gradients(
     dv, dlam = v.new_empty(v.shape), c.new_zeros(lam.shape, dtype=call.wide)
     read, written = (c.new_empty(c.shape, dtype=call.wide) for _ in range(2))
     crossing = c.new_zeros(B * H, max(1, call.upper), call.R, dtype=call.wide)
-    sizes, grid = (call.T, call.R, call.B, call.scale), (call.R, B * H)
+    sizes, grid = (call.T, call.R, call.scale), (call.R, B * H)
     given, how = (q, k, v, do, c, lam, call.table), call.backward
     more = dict(HK=q.shape[2], **call.constants, BV=how.block, UPPER=crossing.shape[1], **how.options)
     launch(queries_kernel, grid, *given, states, dq, dlam, read, crossing, *sizes, **more)

@@ -16,7 +16,7 @@ from ring_la.kernels.runtime.launch import launch
 
 @triton.jit(do_not_specialize=SIZES)
 def outputs_kernel(
-    Q, K_, V_, c, lam, table, states, O, T, R, B, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    Q, K_, V_, c, lam, table, states, O, T, R, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LOWER: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def outputs(call: LevelsCall, q: Tensor, k: Tensor, v: Tensor, c: Tensor, lam: T
     how, o = call.reads, v.new_empty(v.shape)
     launch(
         outputs_kernel, (call.R, call.B * call.H, -(-call.V // how.block)),
-        q, k, v, c, lam, call.table, states, o, call.T, call.R, call.B, call.scale, HK=q.shape[2], **call.constants,
+        q, k, v, c, lam, call.table, states, o, call.T, call.R, call.scale, HK=q.shape[2], **call.constants,
         BV=how.block, **how.options,
     )  # fmt: skip
     return o

@@ -18,7 +18,7 @@ def outputs_kernel(
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """o of one chunk."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
     keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)

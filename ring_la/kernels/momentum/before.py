@@ -18,7 +18,7 @@ def forwards_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """T a′p, −T b′p and −T v of one chunk."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
     X = tl.load(square(squares, 2, b, row, h, R, H, C))
@@ -38,7 +38,7 @@ def backwards_kernel(
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """What dy is of the gradients of S and M behind a chunk, and of do."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
     keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)

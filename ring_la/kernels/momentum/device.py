@@ -21,7 +21,7 @@ SQUARES = tl.constexpr(3)
 
 
 @triton.jit
-def chunk(table, T, H: tl.constexpr, C: tl.constexpr):
+def chunk(table, H: tl.constexpr, C: tl.constexpr):
     """(row, batch row, head, tokens, which are there) of a program."""
     row = tl.program_id(0)
     place, _, end, _, _, _ = chunk_row(table, row)

@@ -27,7 +27,7 @@ def pairs_kernel(
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EARLIER: tl.constexpr,
 ):  # fmt: skip
     """What gates get from one kind of reads of one chunk (see `reads_kernel`)."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
@@ -74,7 +74,7 @@ def ends_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """What gates get from the states behind one chunk: the last row of Γ, a, b, m and D."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     t = tl.arange(0, C)
     da = along(Ss, dSs, b, row, h, R, H, K, V, BK, BV)
     db = -along(Ms, dSs, b, row, h, R, H, K, V, BK, BV)

@@ -22,7 +22,7 @@ def reads_kernel(
 ):  # fmt: skip
     """Gradients of what reads S after its token (EARLIER: before it), and of the a and b that it reads it with, of the
     gradient G of what is read, over the scale."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
@@ -53,7 +53,7 @@ def writes_kernel(
 ):  # fmt: skip
     """dk and deta of one chunk, and the gradients of what its tokens weigh in the last S and M, times the weights of
     M."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)

@@ -19,7 +19,7 @@ def squares_kernel(
     C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Γ, Γ′, T less the identity, and the numbers of a chunk."""
-    row, b, h, token, live = chunk(table, T, H, C)
+    row, b, h, token, live = chunk(table, H, C)
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     gate = number(g, b, token, h, T, live, H)

@@ -53,7 +53,6 @@
 #define OPEN (LOADED + (SLOTS + 1) / 2 * 16) // a barrier: the last pass may begin
 #define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, then of warps, see `forgetting`
 #define HELD (SAID + 32)  // two barriers: maps are there, see `carry`; of programs that ask nothing of `forgetting`
-#define SHARED (SAID + 144)
 
 // -- what chunks need of their own tokens: asked for by four warps, 8 tokens each, and made by four, a chunk each -------
 

@@ -33,7 +33,7 @@ template <int N = 16> INLINE u32 largest_in(u32 at, int lane, int apart = 4096) 
   return warp_max(max((int)(m & 0xffff), (int)(m >> 16)));
 }
 
-// e of a tile whose elements are below 2^(e + 1), from the largest of them; of one without any that is not 0, what is `ordinary`
+// e of a tile whose elements are below 2^(e + 1), from the largest of them; of one without any that is not 0, -`most`
 struct Size { int e; bool fits; };
 INLINE Size size_of(u32 largest, int more, int most) {
   const int e = (int)(largest >> 7) - 127 + more;
