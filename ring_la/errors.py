@@ -7,10 +7,13 @@ RingLAError
 ├── PeerError (RuntimeError)           another rank died or stalled during an exchange; names it
 ├── NotFiniteError (ArithmeticError)   `find_nans` saw a NaN or an infinity; names the operator, layer and rank
 └── SecondDerivativeError              a gradient of a gradient was asked for (RuntimeError)
+
+`require` raises one where a package is not installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -63,6 +66,23 @@ def describe_tensor(x: object) -> str:
         dense = x.layout is torch.strided
         return f"{x.dtype} {list(x.shape)}" if dense else f"{x.dtype} {list(x.shape)}, {x.layout}"
     return repr(x) if x is None or isinstance(x, (int, float, str)) else type(x).__name__
+
+
+EXTRAS = {
+    "pyarrow": "train",
+    "safetensors": "export",  # with NumPy, by way of which it writes
+    "tokenizers": "train",
+    "torchao": "low-memory",
+    "transformers": "transformers",
+}
+"""The extra of ring_la that brings a package, for those that have one."""
+
+
+def require(module: str, argument: str, what: str) -> None:
+    """Refuse an argument where a package is not installed that it needs for `what`."""
+    if importlib.util.find_spec(module) is None:
+        hint = f"pip install 'ring_la[{EXTRAS[module]}]'" if module in EXTRAS else f"pip install {module}"
+        raise UnsupportedError(argument, f"an environment with {module} for {what}", "none", hint)
 
 
 class Facts(NamedTuple):

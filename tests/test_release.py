@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ring_la
-from ring_la import version
+from ring_la import errors, version
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,6 +56,19 @@ def test_the_extra_export_brings_what_safetensors_does_not():
     extra = re.search(r"^export = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert extra
     assert {"safetensors", "numpy"} == set(re.findall(r'"([\w-]+)>', extra[1]))
+
+
+def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch):
+    project = (ROOT / "pyproject.toml").read_text()
+    for package, extra in errors.EXTRAS.items():
+        brought = re.search(rf"^{extra} = \[(.*)\]", project, re.MULTILINE)
+        assert brought, extra
+        assert package in re.findall(r'"([\w-]+)', brought[1])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for package, named in (("tokenizers", r"'ring_la\[train\]'"), ("jinja2", "jinja2")):
+        said = f"model: expected an environment with {package} for text, got none. pip install {named}$"
+        with pytest.raises(errors.UnsupportedError, match=said):
+            errors.require(package, "model", "text")
 
 
 def test_the_citation_is_one():

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..context import ContextParallel
+from ..errors import require
 from ..serving.load import DTYPES, pretrained
-from ..training import stored
 from .job import all_ranks, job
 from .options import count
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    stored.require("transformers", "a model of Transformers")
+    require("transformers", "model", "a model of Transformers")
     from ..serving.reader import Door, Reader, listen
 
     logging.basicConfig(level=logging.INFO, format="ring-la reader: %(message)s")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError
-from ..keystore import KeyRows, KeyStore, LayerKeys
+from ..keystore import KeyStore, rows_of, with_rows
 from ..models import HybridLM
 from ..nn.decoding import KeyedLayer
 from ..nn.layer import last_tokens
@@ -131,13 +131,13 @@ def _with_room(
     model: HybridLM, rows: int, states: list[Any] | None, layout: ShardedLayout | None, keys: KeyStore | None
 ) -> list[Any] | None:
     """The states with room for the keys of a layout's tokens, where these stay on their ranks."""
-    before = _rows(states)
+    before = rows_of(states)
     if keys is None and before is None:
         return states
     if layout is None:
         raise ArgumentError("layout", "one, where keys stay on the rank that reads them", "None")
     if before is not None:
-        return _on(before.extended(layout), states or [])
+        return with_rows(states or [], before.extended(layout))
     layers = [block.layer.key_size for block in model.blocks if isinstance(block.layer, KeyedLayer)]
     if not isinstance(keys, KeyStore):
         raise ArgumentError("keys", "a KeyStore or None", type(keys).__name__)
@@ -150,25 +150,15 @@ def _with_room(
     return [new[next(numbers)] if isinstance(block.layer, KeyedLayer) else None for block in model.blocks]
 
 
-def _rows(states: list[Any] | None) -> KeyRows | None:
-    """The sequences whose keys stay on their ranks, if these are such states."""
-    return next((state.rows for state in states or [] if isinstance(state, LayerKeys)), None)
-
-
-def _on(rows: KeyRows, states: list[Any]) -> list[Any]:
-    """The states with keys of `rows`."""
-    return [rows[state.layer] if isinstance(state, LayerKeys) else state for state in states]
-
-
 @torch.no_grad()
 def step(model: HybridLM, tokens: Tensor, states: list[Any], *, in_place: bool = False) -> Prefilled:
     """Read one more token of each document, ``tokens [N]``. Collective where keys stay on their ranks.
 
     in_place: states of a fixed size are written over those given, instead of to new memory.
     """
-    rows = _rows(states)
+    rows = rows_of(states)
     if rows is not None:
-        states = _on(rows.advanced(in_place), states)
+        states = with_rows(states, rows.advanced(in_place))
     logits, after = model(tokens[:, None], states=states, output_states=True, in_place=in_place)
     return Prefilled(logits[:, -1], after or [])
 
@@ -189,7 +179,7 @@ def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sam
 
 @torch.no_grad()
 def _decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler) -> Iterator[Tensor]:
-    rows = _rows(prompt.states)
+    rows = rows_of(prompt.states)
     cp = None if rows is None else rows.store.cp
     for i in range(max_new_tokens):
         tokens = sampler(prompt.logits)

@@ -6,7 +6,6 @@ states.safetensors      of rank 0, written last: logits, states of recurrences, 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, require
 from ..keystore import KeyRows, KeyStore, LayerKeys
 from ..nn.layer import LayerState
 from .generate import Prefilled
@@ -34,7 +33,7 @@ def save_prompt(prompt: Prefilled, folder: str | Path) -> None:
         ArgumentError: keys that are not in a `KeyStore`; a folder that a rank cannot write to, on every rank.
         UnsupportedError: safetensors is not installed.
     """
-    _require()
+    require("safetensors", "prompt", "prompts on disk")
     from safetensors import SafetensorError
 
     keys = [state for state in prompt.states if isinstance(state, LayerKeys)]
@@ -83,7 +82,7 @@ def load_prompt(folder: str | Path, keys: KeyStore) -> Prefilled:
         ArgumentError: nothing there, a file that is missing or damaged, or of another model. UnsupportedError:
             safetensors is not installed.
     """
-    _require()
+    require("safetensors", "prompt", "prompts on disk")
     from safetensors import SafetensorError
 
     folder = Path(folder)
@@ -167,8 +166,3 @@ def _write(tensors: dict[str, Tensor], file: Path, about: dict[str, str]) -> Non
     new = file.with_suffix(".new")
     save_file({name: x.contiguous() for name, x in tensors.items()}, new, about)
     os.replace(new, file)
-
-
-def _require() -> None:
-    if importlib.util.find_spec("safetensors") is None:
-        raise UnsupportedError("prompt", "an environment with safetensors", "none", "pip install safetensors")

@@ -9,6 +9,7 @@ The llama3 functions gather keys and values of packed documents that are split i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,64 +32,44 @@ from .yunchang.entries import packing
 from .yunchang.layers import check_rank
 from .yunchang.packed import check_longest
 
+YUNCHANGS_OWN = {"softcap", "attn_type", "attn_processor"}
+"""Arguments of yunchang's entry points that ring-flash-attn's do not have."""
 
-def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -> tuple[Callable, Callable, Callable]:
-    """The plain, kvpacked and qkvpacked entry points over one of yunchang's Functions."""
 
-    def dense(
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        group=None,
-    ):
-        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
-        return function.apply(q, k, v, *masks, return_attn_probs, group, None, None)
+def _without(entry: Callable, dim: int) -> tuple[Callable, Callable, Callable]:
+    """The plain, kvpacked and qkvpacked entry points of a plain one of yunchang's, without what is its own; tensors are
+    stacked along `dim`."""
+    theirs = inspect.signature(entry)
+    own = theirs.replace(parameters=[p for name, p in theirs.parameters.items() if name not in YUNCHANGS_OWN])
 
-    def packed(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        max_seqlen,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        group=None,
-    ):
-        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
-        return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
+    def plain(*args, **keywords):
+        try:
+            given = own.bind(*args, **keywords)
+        except TypeError as error:
+            raise TypeError(f"{plain.__name__}() {error}") from None
+        return entry(**given.arguments)
 
-    return packing(name, packed if varlen else dense, 1 if varlen else 2, "ring-flash-attn")
+    plain.__signature__ = own  # type: ignore[attr-defined]
+    return packing(entry.__name__.removesuffix("_func"), plain, dim, "ring-flash-attn")
 
 
 ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _without(
-    yunchang.RingFlashAttnFunc, "ring_flash_attn", False
+    yunchang.ring_flash_attn_func, 2
 )
 zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _without(
-    yunchang.ZigZagRingFlashAttnFunc, "zigzag_ring_flash_attn", False
+    yunchang.zigzag_ring_flash_attn_func, 2
 )
 stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _without(
-    yunchang.StripeFlashAttnFunc, "stripe_flash_attn", False
+    yunchang.stripe_flash_attn_func, 2
 )
 ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = _without(
-    yunchang.RingFlashAttnVarlenFunc, "ring_flash_attn_varlen", True
+    yunchang.ring_flash_attn_varlen_func, 1
 )
 (
     zigzag_ring_flash_attn_varlen_func,
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
-) = _without(yunchang.ZigZagRingFlashAttnVarlenFunc, "zigzag_ring_flash_attn_varlen", True)
+) = _without(yunchang.zigzag_ring_flash_attn_varlen_func, 1)
 
 
 # -- llama3 ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from .chosen import decode_blocks, decode_index
 from .decode import decode_attention, decode_latents
 from .read import read_attention, read_latents, with_earlier, with_earlier_latents
 from .slabs import KeySize
-from .store import KeyRows, KeyStore, LayerKeys
+from .store import KeyRows, KeyStore, LayerKeys, rows_of, with_rows
 
 __all__ = [
     "KeyRows",
@@ -28,6 +28,8 @@ __all__ = [
     "decode_latents",
     "read_attention",
     "read_latents",
+    "rows_of",
     "with_earlier",
     "with_earlier_latents",
+    "with_rows",
 ]

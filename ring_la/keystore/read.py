@@ -98,23 +98,20 @@ def read_latents(
     layout: ShardedLayout,
     w_uk: Tensor,
     w_uv: Tensor,
-    *,
-    scale: float | None = None,
 ) -> AttentionOutput:
     """`read_attention` to latents (`ring_la.mla`): of the new tokens as `mla`, and of those before them absorbed.
 
     Args:
         q: ``[B, T_local, H, D + R]``. latent: ``[B, T_local, L]``. k_rope: ``[B, T_local, R]``; they are put into
             `state`, of KeySize(1, L + R, 0). w_uk: ``[H, D, L]``. w_uv: ``[H, V, L]``.
-        layout, scale: as `read_attention` and `mla`.
+        layout: as `read_attention`.
 
     Returns:
         AttentionOutput(o ``[B, T_local, H, V]``, lse ``[B, H, T_local]``).
     """
     state.put(torch.cat([latent, k_rope], -1)[:, :, None])
-    new = mla(q, latent, k_rope, w_uk, w_uv, layout=layout, scale=scale)
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    return with_earlier_latents(q, AttentionOutput(*new[:2]), state, layout, w_uk, w_uv, scale=factor)
+    new = mla(q, latent, k_rope, w_uk, w_uv, layout=layout)
+    return with_earlier_latents(q, AttentionOutput(*new[:2]), state, layout, w_uk, w_uv, scale=q.shape[3] ** -0.5)
 
 
 @torch.no_grad()
@@ -128,7 +125,8 @@ def with_earlier_latents(
     *,
     scale: float,
 ) -> AttentionOutput:
-    """`with_earlier` of latents, absorbed; `state` has keys ``[c ; r]``. w_uk, w_uv, scale: as `read_latents`."""
+    """`with_earlier` of latents, absorbed; `state` has keys ``[c ; r]``. w_uk, w_uv: as `read_latents`.
+    scale: multiplies ``qᵀk``."""
     if not any(state.rows.earlier):
         return new
     D, L = w_uk.shape[1:]

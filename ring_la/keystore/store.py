@@ -289,6 +289,16 @@ class LayerKeys(NamedTuple):
         return k, v if self.size.value else k
 
 
+def rows_of(states: Sequence[Any] | None) -> KeyRows | None:
+    """The sequences whose keys stay on their ranks, if these are such states."""
+    return next((state.rows for state in states or [] if isinstance(state, LayerKeys)), None)
+
+
+def with_rows(states: Sequence[Any], rows: KeyRows) -> list[Any]:
+    """The states with keys of these sequences."""
+    return [rows[state.layer] if isinstance(state, LayerKeys) else state for state in states]
+
+
 def _runs(positions: Tensor) -> list[range]:
     """Ascending positions ``[n]`` as ranges: one where all are as far apart, else of those side by side."""
     if not len(positions):

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from ..blockwise import by_element
 from ..checks import check_flag
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..kernels.tokens.products import PreNorm, added_product, normed_products
-from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
+from ..keystore import LayerKeys, decode_attention, read_attention
 from ..keystore.static import StaticKeys
 from ..softmax import attention
-from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, decode
+from .decoding import GroupedLayer, KVCache, KVRows, cache_of, check_rows, decode, refuse_packed
 from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotated
 from .tokens import plain, plain_linear
 
 
-class Attention(KeyedLayer):
+class Attention(GroupedLayer):
     """Multi-head attention (Vaswani et al. 2017, §3.2) with grouped key heads (Ainslie et al. 2023, arXiv 2305.13245).
 
     Args:
@@ -66,24 +66,10 @@ class Attention(KeyedLayer):
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
-    @property
-    def key_size(self) -> KeySize:
-        """What a token's key and value take, for a `KeyStore`."""
-        width = self.widths[1] // self.num_kv_heads
-        return KeySize(self.num_kv_heads, width, width)
-
     def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, (KVRows, LayerKeys, StaticKeys)) else state, call)
+        super()._check(x, None if isinstance(state, StaticKeys) else state, call)
         if isinstance(state, StaticKeys):
             check_rows(x, state.rows.rows, call)
-        elif isinstance(state, LayerKeys):
-            check_keys(x, state, self.key_size, call)
-        elif isinstance(state, KVRows):
-            check_rows(x, len(state.seats.lengths), call)
-        elif state is not None and not call.packed:
-            expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
-            if got != expected:
-                raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
 
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
         q, k, v = call.rows(self.qkv_proj, x).split(self.widths, -1)
@@ -154,13 +140,7 @@ class Attention(KeyedLayer):
     ) -> tuple[Tensor, KVCache | None]:
         """More tokens under a layout: the cache is put before them; on one rank as keys like theirs, which gives the
         bits of one call where that is asked for."""
-        if call.packed or cache.empty is not None:
-            raise UnsupportedError(
-                "state",
-                "documents of one length, not packed, where the next tokens are split or packed too",
-                "packed documents or a cache of documents of several lengths",
-                "Continue each document as a batch row with layout=None and cu_seqlens=None",
-            )
+        refuse_packed(cache, call)
         q, k, v = qkv
         layout = call.layout
         if layout is not None and layout.cp.deterministic and layout.cp.size == 1:

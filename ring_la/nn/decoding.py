@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,9 +67,38 @@ class KeyedLayer(Layer):
     def key_size(self) -> KeySize:
         """What a token takes in a `KeyStore`."""
 
+    def _check(self, x: Tensor, state: Any, call: LayerCall) -> None:
+        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
+        if isinstance(state, LayerKeys):
+            check_keys(x, state, self.key_size, call)
+        elif isinstance(state, KVRows):
+            check_rows(x, len(state.seats.lengths), call)
+        elif state is not None:
+            self._check_cache(x, state, call)
+
+    def _check_cache(self, x: Tensor, cache: KVCache, call: LayerCall) -> None:
+        """Refuse a cache of other documents or heads."""
+        expected, got = [x.shape[0], self.key_size.heads], [cache.k.shape[0], cache.k.shape[2]]
+        if not call.packed and got != expected:
+            raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
+
     def carried_of(self, k: Tensor) -> Tensor | None:
         """What a `KeyStore` carries of sequences whose last keys are ``k [N, Hk, ·]``; None: nothing."""
         return None
+
+
+class GroupedLayer(KeyedLayer):
+    """One whose query heads share key heads; keys are as wide as values where it does not say otherwise."""
+
+    num_kv_heads: int
+    widths: list[int]
+    """Channels of all heads of q, k and v."""
+
+    @property
+    def key_size(self) -> KeySize:
+        """What a token's key and value take, for a `KeyStore`."""
+        width = self.widths[1] // self.num_kv_heads
+        return KeySize(self.num_kv_heads, width, width)
 
 
 class KVRows:
@@ -261,11 +290,22 @@ def begins(state: object, call: LayerCall) -> bool:
     return isinstance(state, LayerKeys) and call.layout is not None and not any(state.rows.earlier)
 
 
-def refuse_split_cache(state: object, call: LayerCall) -> None:
+def refuse_split_cache(call: LayerCall) -> None:
     """Refuse to go on from a `KVCache` with tokens that are packed or split, where keys are chosen."""
-    if isinstance(state, KVCache) and (call.packed or (call.layout is not None and call.layout.cp.size > 1)):
+    if call.packed or (call.layout is not None and call.layout.cp.size > 1):
         hint = "Read all of a prompt at once, or with a KeyStore, or go on with layout=None and cu_seqlens=None"
         raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)
+
+
+def refuse_packed(cache: KVCache, call: LayerCall) -> None:
+    """Refuse to go on from a `KVCache` under a layout where documents are packed or of several lengths."""
+    if call.packed or cache.empty is not None:
+        raise UnsupportedError(
+            "state",
+            "documents of one length, not packed, where the next tokens are split or packed too",
+            "packed documents or a cache of documents of several lengths",
+            "Continue each document as a batch row with layout=None and cu_seqlens=None",
+        )
 
 
 def check_rows(x: Tensor, N: int, call: LayerCall) -> None:

@@ -127,7 +127,18 @@ class DeltaNet(DeltaLayer):
         return call.rows(self.norm, o)
 
 
-class GatedDeltaNet(DeltaLayer):
+class GatedDeltaLayer(DeltaLayer):
+    """One whose output is gated by `x`."""
+
+    gate_proj: Any
+    """A linear map, or several in a row."""
+    norm: GatedRMSNorm
+
+    def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
+        return call.rows(self.norm, o, split_heads(call.rows(self.gate_proj, x), self.num_value_heads))
+
+
+class GatedDeltaNet(GatedDeltaLayer):
     """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, eq. 10 and Fig. 1), as in Qwen3-Next and Qwen3.5.
 
         g = −e^{A_log} softplus(x W_a + dt_bias),   S ← e^g (I − β k kᵀ) S + β k vᵀ
@@ -149,9 +160,6 @@ class GatedDeltaNet(DeltaLayer):
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
-    def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
-        return call.rows(self.norm, o, split_heads(call.rows(self.gate_proj, x), self.num_value_heads))
-
     def token(self, x: Tensor, norm: PreNorm, state: LayerState | None) -> Tensor | None:
         projections = [self.qkv_proj, self.beta_proj, self.decay_proj, self.gate_proj]
         parts = plain(self, GatedDeltaNet) and plain(self.norm, GatedRMSNorm)
@@ -171,7 +179,7 @@ class GatedDeltaNet(DeltaLayer):
         return added_product(flat, o, self.out_proj)[:, None]
 
 
-class KimiDeltaAttention(DeltaLayer):
+class KimiDeltaAttention(GatedDeltaLayer):
     """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692, eq. 1 and §4): a decay for each key channel.
 
         g = −e^{A_log} softplus(x W_f↓ W_f↑ + dt_bias),   S ← (I − β k kᵀ) diag(e^g) S + β k vᵀ
@@ -192,9 +200,6 @@ class KimiDeltaAttention(DeltaLayer):
     ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
         return kda(q, k, v, split_heads(g, self.num_value_heads), beta, **keywords)
-
-    def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
-        return call.rows(self.norm, o, split_heads(call.rows(self.gate_proj, x), self.num_value_heads))
 
 
 def decay_parameters(heads: int, channels: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -103,9 +103,9 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         """What a token's latent and rotary part, and its index key, take in a `KeyStore`."""
         return KeySize(1, sum(self.widths), self.indexer.k_norm.normalized_shape[0])
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
-        super()._check(x, state, call)
-        refuse_split_cache(state, call)
+    def _check_cache(self, x: Tensor, cache: KVCache, call: LayerCall) -> None:
+        super()._check_cache(x, cache, call)
+        refuse_split_cache(call)
 
     def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         at, source = positions(x, None if state is None else state.length, call), self._source(x, call)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..blockwise import fixed
 from ..checks import check_above_zero
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..keystore import KeySize, LayerKeys, decode_latents, read_latents
 from ..softmax import attention, mla
-from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, decode
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, decode, refuse_packed
 from .layer import LayerCall, LayerOutput, head_width, merge_heads, positions, positive, split_heads
 from .parts import RMSNorm, rotated
 
@@ -68,16 +68,10 @@ class MultiheadLatentAttention(KeyedLayer):
         """What a token's latent and rotary part take, for a `KeyStore`."""
         return KeySize(1, sum(self.widths), 0)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
-        if isinstance(state, LayerKeys):
-            check_keys(x, state, self.key_size, call)
-        elif isinstance(state, KVRows):
-            check_rows(x, len(state.seats.lengths), call)
-        elif state is not None and not call.packed:
-            expected, got = [x.shape[0], 1, sum(self.widths)], [state.k.shape[0], *state.k.shape[2:]]
-            if got != expected:
-                raise ArgumentError("state", f"latents of {expected[0]} documents, [N, S, 1, {expected[2]}]", got)
+    def _check_cache(self, x: Tensor, cache: KVCache, call: LayerCall) -> None:
+        expected, got = [x.shape[0], 1, sum(self.widths)], [cache.k.shape[0], *cache.k.shape[2:]]
+        if not call.packed and got != expected:
+            raise ArgumentError("state", f"latents of {expected[0]} documents, [N, S, 1, {expected[2]}]", got)
 
     def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         at = positions(x, None if state is None else state.length, call)
@@ -132,13 +126,7 @@ class MultiheadLatentAttention(KeyedLayer):
 
     def _continue(self, q: Tensor, key: Tensor, cache: KVCache, call: LayerCall) -> tuple[Tensor, KVCache | None]:
         """More tokens under a layout: the cache is put before them, with keys and values written out."""
-        if call.packed or cache.empty is not None:
-            raise UnsupportedError(
-                "state",
-                "documents of one length, not packed, where the next tokens are split or packed too",
-                "packed documents or a cache of documents of several lengths",
-                "Continue each document as a batch row with layout=None and cu_seqlens=None",
-            )
+        refuse_packed(cache, call)
         layout = call.layout
         if fixed(layout) and layout.cp.size == 1:  # the bits of one call
             cache = cache.extend(key, key[..., :0])

@@ -14,18 +14,15 @@ from torch import Tensor, nn
 from ..checks import check_flag
 from ..choices import ChosenBackendName
 from ..context import ShardedLayout
-from ..errors import ArgumentError
 from ..indexers import block_index
-from ..keystore import KeySize, LayerKeys, decode_attention, decode_blocks
+from ..keystore import LayerKeys, decode_attention, decode_blocks
 from ..softmax import sparse_attention
 from .decoding import (
-    KeyedLayer,
+    GroupedLayer,
     KVCache,
     KVRows,
     begins,
     cache_of,
-    check_keys,
-    check_rows,
     each_document,
     each_row,
     refuse_split_cache,
@@ -34,7 +31,7 @@ from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, posi
 from .parts import RMSNorm, check_rotation, rotate
 
 
-class MixtureOfBlockAttention(KeyedLayer):
+class MixtureOfBlockAttention(GroupedLayer):
     """MoBA, mixture of block attention (Lu et al. 2025, arXiv 2502.13189, eq. 5 and 6), with grouped key heads.
 
     A token reads the block it stands in and those full before it with the largest product of its query and their mean
@@ -74,23 +71,9 @@ class MixtureOfBlockAttention(KeyedLayer):
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
-    @property
-    def key_size(self) -> KeySize:
-        """What a token's key and value take, for a `KeyStore`."""
-        width = self.widths[1] // self.num_kv_heads
-        return KeySize(self.num_kv_heads, width, width)
-
-    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
-        if isinstance(state, LayerKeys):
-            check_keys(x, state, self.key_size, call)
-        elif isinstance(state, KVRows):
-            check_rows(x, len(state.seats.lengths), call)
-        refuse_split_cache(state, call)
-        if isinstance(state, KVCache):
-            expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
-            if got != expected:
-                raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
+    def _check_cache(self, x: Tensor, cache: KVCache, call: LayerCall) -> None:
+        refuse_split_cache(call)
+        super()._check_cache(x, cache, call)
 
     def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         q, k, v = self.qkv_proj(x).split(self.widths, -1)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
 from ..keystore import KeySize, LayerKeys
 from ..nsa import Sizes, check_sizes, nsa
 from ..nsa.kept import attend, keep
-from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, refuse_split_cache
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, refuse_split_cache
 from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import check_rotation, rotate
 
@@ -87,17 +86,9 @@ class NativeSparseAttention(KeyedLayer):
         K = self.widths[0] // self.num_heads
         return KeySize(3 * self.num_kv_heads, K, K)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
-        if isinstance(state, LayerKeys):
-            check_keys(x, state, self.key_size, call)
-        elif isinstance(state, KVRows):
-            check_rows(x, len(state.seats.lengths), call)
-        elif state is not None:
-            refuse_split_cache(state, call)
-            expected, got = [x.shape[0], 3 * self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
-            if got != expected:
-                raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
+    def _check_cache(self, x: Tensor, cache: KVCache, call: LayerCall) -> None:
+        refuse_split_cache(call)
+        super()._check_cache(x, cache, call)
 
     def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         at, Hk = positions(x, None if state is None else state.length, call), self.num_kv_heads

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..context import ContextParallel
-from ..errors import ArgumentError
+from ..errors import ArgumentError, require
 from ..inference.sharded_hybrid import HybridWeights
 from ..models import HybridLM
 from ..training import stored
@@ -143,7 +143,7 @@ def pretrained(
     Raises:
         ArgumentError: none is there. UnsupportedError: it cannot be sharded.
     """
-    stored.require("transformers", "a model of Transformers")
+    require("transformers", "model", "a model of Transformers")
     from transformers import AutoModelForCausalLM
 
     try:
@@ -161,7 +161,7 @@ def pretrained(
 
 def _fast(file: str, end: frozenset[int]) -> Text:
     """A tokenizer.json."""
-    stored.require("tokenizers", f"the tokenizer {file}")
+    require("tokenizers", "model", f"the tokenizer {file}")
     from tokenizers import Tokenizer
 
     try:
@@ -175,7 +175,7 @@ def _fast(file: str, end: frozenset[int]) -> Text:
 
 def _auto(name: str, end: frozenset[int]) -> Text:
     """What AutoTokenizer reads."""
-    stored.require("transformers", f"the tokenizer {name}")
+    require("transformers", "model", f"the tokenizer {name}")
     from jinja2 import TemplateError  # torch needs jinja2, so it is there
     from transformers import AutoTokenizer
 

@@ -23,18 +23,18 @@ GRACE = 1.0
 
 
 class Lookout:
-    """On every rank, in the main thread, around its engine's `run`.
+    """On every rank, in the main thread, around its engine's `run`. That thread gets a SIGALRM when a stopped engine is
+    kept by a piece; its handler raises `Overdue`.
 
         with Lookout(engine, cp):
             engine.run()
 
     Args:
         engine: a stop of one is taken to all, at once. cp: its ranks; None: this process alone.
-        late: a signal to the main thread when a stopped engine is kept by a piece; its handler raises `Overdue`.
     """
 
-    def __init__(self, engine: Engine, cp: ContextParallel | None, late: int = signal.SIGALRM) -> None:
-        self._engine, self._late = engine, late
+    def __init__(self, engine: Engine, cp: ContextParallel | None) -> None:
+        self._engine = engine
         self._leaves = threading.Event()
         self._comm = None if cp is None or cp.size == 1 else cp.comm
         self._groups = [] if self._comm is None else [self._comm, engine.ranks.comm]
@@ -96,5 +96,5 @@ class Lookout:
         """Signal the main thread once it is late."""
         while not self._leaves.wait(BEAT / 2):
             if self._engine.late(GRACE):
-                signal.pthread_kill(self._main, self._late)
+                signal.pthread_kill(self._main, signal.SIGALRM)
                 return

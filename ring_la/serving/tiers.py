@@ -6,7 +6,6 @@ with their positions.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, require
 from ..inference import KeyRows, KeyStore, LayerKeys, Prefilled
 from ..nn.decoding import KeyedLayer
 from .prefixes import KeptPrefix
@@ -40,8 +39,8 @@ class Keep(NamedTuple):
                 raise ArgumentError("keep", f"bytes on the {name}, an int ≥ 0", repr(value))
         if bool(self.disk) != (self.folder is not None):
             raise ArgumentError("keep", "a folder where there are bytes on disk, else none", self)
-        if self.disk and importlib.util.find_spec("safetensors") is None:
-            raise UnsupportedError("keep", "an environment with safetensors", "none", "pip install safetensors")
+        if self.disk:
+            require("safetensors", "keep", "prompts on disk")
         return self
 
     @property

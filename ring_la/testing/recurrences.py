@@ -18,6 +18,7 @@ from torch import Tensor
 from ..context import ContextParallel
 from ..errors import ArgumentError, describe_tensor
 from ..outputs import LinearAttentionOutput
+from ..recurrences.composed import parts_of
 from ..recurrences.definition import Definition
 from ..scan import STRATEGIES
 from .examples import DOCUMENTS, error, make_arguments, make_states
@@ -56,13 +57,8 @@ class Truth:
 
 
 def one_or_all(state: tuple[Tensor, ...]) -> Any:
-    """A state as functions take it: a tensor, or a tuple where it has several parts."""
+    """A state as functions take it, the reverse of `parts_of`: a tensor, or a tuple where it has several parts."""
     return state[0] if len(state) == 1 else state
-
-
-def parts_of(state: Any) -> tuple[Tensor, ...]:
-    """The reverse."""
-    return state if isinstance(state, tuple) else (state,)
 
 
 def errors(

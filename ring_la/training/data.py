@@ -9,7 +9,6 @@ number of ranks, and a run that goes on with another split, or with longer seque
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import ArgumentError, UnsupportedError, describe_tensor
+from ..errors import ArgumentError, describe_tensor, require
 
 TEXT = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".html", ".tex", ".c", ".h", ".cpp", ".cu", ".rs", ".go"}
 """Suffixes of files that are one document each, but for .jsonl: a document a line, under "text"."""
@@ -47,7 +46,7 @@ class Tokenizer:
         if name == "bytes":
             return cls(lambda text: list(text.encode()), 257, 256)
         if name.endswith(".json"):
-            require("tokenizers", f"the tokenizer {name}")
+            require("tokenizers", "data", f"the tokenizer {name}")
             from tokenizers import Tokenizer as Fast
 
             with _named(name):
@@ -55,7 +54,7 @@ class Tokenizer:
             ends = (fast.token_to_id(t) for t in ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"))
             encode = lambda text: fast.encode(text, add_special_tokens=False).ids  # noqa: E731
             return cls(encode, fast.get_vocab_size(), next((e for e in ends if e is not None), None))
-        require("transformers", f"the tokenizer {name}")
+        require("transformers", "data", f"the tokenizer {name}")
         from transformers import AutoTokenizer
 
         with _named(name):
@@ -72,14 +71,6 @@ def _named(tokenizer: str) -> Iterator[None]:
     except Exception as error:  # tokenizers knows no other kind
         expected = "bytes, a tokenizer.json or what AutoTokenizer takes"
         raise ArgumentError("tokenizer", expected, repr(tokenizer), f"{type(error).__name__}: {error}") from error
-
-
-def require(module: str, what: str) -> None:
-    """Refuse what needs a module that is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise UnsupportedError(
-            "data", f"an environment with {module} for {what}", "none (pip install 'ring_la[train]')"
-        )
 
 
 class Corpus:
@@ -159,7 +150,7 @@ def read(files: Sequence[Path], column: str) -> Iterator[str]:
     """The documents of some files."""
     for file in files:
         if file.suffix == ".parquet":
-            require("pyarrow", str(file))
+            require("pyarrow", "data", str(file))
             from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
 
             table = ParquetFile(file)

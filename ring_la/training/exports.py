@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, require
 from . import stored
 
 Dtype = Literal["stored", "float32", "bfloat16", "float16"]
@@ -58,7 +58,7 @@ def export(
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ArgumentError("out", "a file or folder that is not there yet, or an empty folder", str(out))
-    stored.require("safetensors", "files of weights")
+    require("safetensors", "model", "files of weights")
     known = stored.about(run)
     if "hybrid" in known and known["hybrid"] is None:
         return _pretrained(run, out, known, step, DTYPES[dtype])
@@ -109,7 +109,7 @@ def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _pretrained(run: Path, out: Path, about: dict[str, Any], step: int | None, dtype: torch.dtype | None) -> list[Path]:
     """A model of Transformers, from the configuration that its run was started with."""
-    stored.require("transformers", "a model of Transformers")
+    require("transformers", "model", "a model of Transformers")
     name = about["model"]["transformers"]
     model = _skeleton(name)
     weights = model.state_dict()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, require
 from .gradients import USED_UP
 
 AdamWKind = Literal["adamw", "adamw8bit", "adamw4bit"]
@@ -45,9 +44,7 @@ def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.o
         return torch.optim.AdamW(groups, **options, **fused)
     if kind not in STATES:
         raise ArgumentError("kind", f"'adamw' or one of {', '.join(STATES)}", repr(kind))
-    if importlib.util.find_spec("torchao") is None:
-        hint = "pip install 'ring_la[low-memory]'"
-        raise UnsupportedError("kind", "'adamw', or an environment with torchao", repr(kind), hint)
+    require("torchao", "kind", f"{kind!r} ('adamw' needs none)")
     from torchao import optim  # pyright: ignore[reportMissingImports]
 
     rounded = all(p.dtype == torch.bfloat16 for p in given)

@@ -7,7 +7,6 @@ a folder with model.safetensors             what `ring_la.training.exports` wrot
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import reading
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, require
 from ..models import HybridConfig, HybridLM
 
 SINGLE = "model.safetensors"
@@ -98,14 +97,7 @@ def _of_file(file: Path) -> tuple[HybridConfig, dict[str, Tensor]]:
 
 
 def _single(file: Path) -> dict[str, Tensor]:
-    require("safetensors", "one file of weights")
+    require("safetensors", "model", "one file of weights")
     from safetensors.torch import load_file
 
     return load_file(file)
-
-
-def require(module: str, what: str) -> None:
-    """Refuse to go on where a package is not installed."""
-    if importlib.util.find_spec(module) is None:
-        hint = "pip install 'ring_la[export]'" if module == "safetensors" else f"pip install {module}"  # with NumPy
-        raise UnsupportedError("model", f"an environment with {module} for {what}", "none", hint)

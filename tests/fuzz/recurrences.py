@@ -7,8 +7,9 @@ from torch import Tensor
 
 import ring_la
 from ring_la.recurrences import RECURRENCES
+from ring_la.recurrences.composed import parts_of
 from ring_la.testing.examples import make_arguments, make_states
-from ring_la.testing.recurrences import one_or_all, parts_of
+from ring_la.testing.recurrences import one_or_all
 
 from .case import Case
 from .problem import Here, Numbers, Options, Problem, Tensors, state_dtype

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from ring_la.errors import ArgumentError
-from ring_la.integrations.vllm.asking import Lease, ReaderError, connection, health
+from ring_la.integrations.vllm.asking import Lease, ReaderError, connection
 from ring_la.integrations.vllm.hosts import Remote
 from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks
 from ring_la.integrations.vllm.states import WorkerPart
 from ring_la.serving.reader import Desk, Door, Unread, listen
 from ring_la.serving.reader import door as door_module
+from tests.support.reader_health import health
 
 IDS = torch.arange(21) % 13
 

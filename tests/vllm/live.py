@@ -188,7 +188,7 @@ def workers(model: str, folder: Path) -> dict:
 
 def faults(policy: str, folder: Path) -> dict:
     """While a rank stands still a short request is answered and a long one given up; then the reader dies."""
-    from ring_la.integrations.vllm.asking import health
+    from tests.support.reader_health import health
     from tests.vllm.models import save
 
     save("qwen3_next", folder / "model")

@@ -7,8 +7,7 @@ those of values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -42,13 +41,3 @@ class KeptKeys:
             before = self._store.open(len(k)) if self._before is None else self._before
             self.after = before.advanced(tokens=k.shape[2]) if layout is None else before.extended(layout)
         self.after[self._layers[layer]].put(k.transpose(1, 2), v.transpose(1, 2))
-
-
-def keys_of(states: Sequence[Any]) -> KeyRows | None:
-    """The sequences whose keys stay on their ranks, if these are such states."""
-    return next((state.rows for state in states if isinstance(state, LayerKeys)), None)
-
-
-def with_keys(states: Sequence[Any], rows: KeyRows) -> list[Any]:
-    """The states with keys of these sequences."""
-    return [rows[state.layer] if isinstance(state, LayerKeys) else state for state in states]

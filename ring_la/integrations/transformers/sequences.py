@@ -26,14 +26,14 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from ...context import ContextParallel
 from ...errors import UnsupportedError
 from ...inference import Prefilled
-from ...keystore import KeyRows, KeySize, KeyStore, LayerKeys
+from ...keystore import KeyRows, KeySize, KeyStore, LayerKeys, rows_of, with_rows
 from ...keystore.static import StaticKeys
 from ...nn import KVCache, LayerState
 from ...nn.decoding import KVRows
 from .attention import AttentionNames
 from .cache import WatchedCache
 from .call import Current, ModelCall
-from .kept_keys import KeptKeys, keys_of, with_keys
+from .kept_keys import KeptKeys
 from .masks import make_mask
 from .mixers import goes_on, make_forward, scans
 from .mixers.indexed import is_matrix
@@ -116,12 +116,12 @@ class Sequences:
                 out = self.step(token, states, in_place=False)
                 states = out.states
             return out
-        rows = None if states is None else keys_of(states)
+        rows = None if states is None else rows_of(states)
         if states is None:
             cache, positions = self._empty(), None
         else:
             rows = None if rows is None else rows.chosen(range(len(rows)))  # all of their tokens are earlier ones
-            states = states if rows is None else with_keys(states, rows)
+            states = states if rows is None else with_rows(states, rows)
             cache, length = self._cache(states, own=False), _length(states)
             at = None if length is None else torch.arange(length, length + ids.shape[1], device=ids.device)
             positions = None if at is None else at[None].expand(len(ids), -1)
@@ -136,8 +136,8 @@ class Sequences:
 
         in_place: states of one size are written over those given.
         """
-        shared = keys_of(states)
-        states = states if shared is None else with_keys(states, shared.advanced(in_place))
+        shared = rows_of(states)
+        states = states if shared is None else with_rows(states, shared.advanced(in_place))
         rows = next((state for state in states if isinstance(state, MEMORY)), None)
         cache = self._cache(states, own=in_place)
         if rows is None:
@@ -252,7 +252,7 @@ class Sequences:
 
 def _length(states: Sequence[Any]) -> int | None:
     """Tokens of sequences of one length; None: the states do not say, and no layer needs to know."""
-    if (shared := keys_of(states)) is not None:
+    if (shared := rows_of(states)) is not None:
         return shared.earlier[0]
     return next((state.k.shape[1] for state in states if isinstance(state, KVCache)), None)
 
@@ -262,7 +262,7 @@ def _longest(states: Sequence[Any]) -> int:
     fixed = next((state for state in states if isinstance(state, StaticKeys)), None)
     if fixed is not None:
         return fixed.rows.columns
-    if (shared := keys_of(states)) is not None:
+    if (shared := rows_of(states)) is not None:
         return max(shared.earlier)
     rows = next((state for state in states if isinstance(state, KVRows)), None)
     return (_length(states) or 0) if rows is None else max(rows.seats.lengths)
