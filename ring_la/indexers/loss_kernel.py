@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels import sizes
 from ..kernels.runtime.launch import launch
 from ..softmax.merging.parts import dense
 from .chosen import Rows
@@ -144,8 +145,9 @@ def with_gradients(
             loss_and_gradients, (T, B), q, k, w, attention_q, ak, given, chosen, rows.tokens, rows.starts,
             loss, dq, dk, dw, float(scale), S, T, heads, D, H, *_strides(q)[:3], *_strides(k)[:2], *_strides(w),
             *_strides(attention_q)[:3], *_strides(ak)[:2], *_strides(chosen)[:2], _strides(dk)[0],
-            KW=body, RW=A - body, BH=_padded(H), BK=_padded(body), BR=_padded(A - body), BI=_padded(heads),
-            BD=_padded(D), GIVEN=lse is not None, **(TILE if max(H, heads) <= 16 else MANY), tensors="any",
+            KW=body, RW=A - body, BH=sizes.width(H), BK=sizes.width(body), BR=sizes.width(A - body),
+            BI=sizes.width(heads), BD=sizes.width(D), GIVEN=lse is not None,
+            **(TILE if max(H, heads) <= 16 else MANY), tensors="any",
         )  # fmt: skip
     return loss.sum(), dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
 
@@ -153,7 +155,3 @@ def with_gradients(
 def _strides(x: Tensor) -> tuple[int, ...]:
     """Of one batch row its stride is 0: of many tokens it takes more than 32 bits, and another kernel."""
     return x.stride() if len(x) > 1 else (0, *x.stride()[1:])
-
-
-def _padded(n: int) -> int:
-    return max(16, int(triton.next_power_of_2(n)))

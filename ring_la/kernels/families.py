@@ -1,4 +1,4 @@
-"""Which Triton kernels take which rule of the linear recurrences, in chunks.
+"""Which kernels take which rule of the linear recurrences: Triton's in chunks, or one launch in CUDA C++.
 
 Levels of one scan: chunks inside a program, spans inside the GPU (summarise, prefix, one pass that carries the state in
 registers), pieces across ranks. What a span adds and its transition are found before any state arrives.

@@ -37,8 +37,8 @@ from ring_la.kernels.runtime.contract import Promise
 from ring_la.kernels.runtime.launch import aligned, filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed_call
 from ring_la.kernels.runtime.triton_version import ALIGNMENT
+from ring_la.kernels.sizes import cdiv, power_of_2, width
 from ring_la.kernels.spans.plan import DECAY
-from ring_la.kernels.spans.table import cdiv, power_of_2, width
 
 TILE = {"additive": (64, 4), "delta": (64, 4), "erase": (64, 4), "dplr": (32, 2)}
 """By the rule's write, columns of a state a program takes and its warps: the best of 16 to 64 and 2 to 8 for 64

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.runtime.early import options, others_may_begin
 from ..kernels.runtime.launch import launch
-from ..kernels.spans.table import power_of_2
+from ..kernels.sizes import power_of_2
 
 
 @triton.jit(do_not_specialize=("x_n", "columns"))

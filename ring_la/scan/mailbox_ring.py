@@ -12,6 +12,7 @@ from torch import Tensor
 from ..algebra import Affine, Transition
 from ..comm import Group
 from ..kernels.protocol import Mail
+from ..kernels.sizes import power_of_2
 from .chain import Chain
 from .strategy import Link
 
@@ -161,7 +162,7 @@ def launch_spans(
     from .link_kernel import TINY, link_kernel
 
     b, first, lanes, (B, spans, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[0], maps.b.shape
-    unit = min(lanes.room, _width(K * V))
+    unit = min(lanes.room, power_of_2(K * V))
     pieces = next((x.shape[1] for x in (states.leaving, states.before) if x is not None), 1)
     A = b if maps.A is None else maps.A
     units, programs, leave = B * H * -(-K * V // unit), lanes.count, {}
@@ -184,8 +185,8 @@ def launch_dense(group: Group, maps: DenseMaps, states: LinkStates, hop: Hop, *,
     from .link_kernel import SMALL, TINY, dense_link_kernel
 
     b, first, lanes, (B, spans, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[1], maps.b.shape
-    wide = max(LEAST, _width(K))
-    unit = max(LEAST, min(_width(V), lanes.room // wide))
+    wide = max(LEAST, power_of_2(K))
+    unit = max(LEAST, min(power_of_2(V), lanes.room // wide))
     through = maps.through if hop.source is not None and hop.target is not None else None
     of_pieces = states.leaving, states.before, None if through is None else through[1]
     pieces = next((x.shape[1] for x in of_pieces if x is not None), 1)
@@ -235,7 +236,3 @@ def _constants(group: Group, hop: Hop) -> dict[str, Any]:
 
 def _patience(group: Group) -> int:
     return min(group.mailboxes.patience // 1000, 2**31 - 1)
-
-
-def _width(n: int) -> int:
-    return 1 << (n - 1).bit_length()

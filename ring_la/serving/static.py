@@ -28,6 +28,7 @@ from ..capture import CapturedStep, capture
 from ..context import ContextParallel
 from ..errors import UnsupportedError
 from ..inference import KeySize, LayerKeys, Prefilled, Sampler
+from ..kernels.sizes import power_of_2
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
 from ..nn import Attention, KVCache, LayerState
@@ -224,7 +225,7 @@ class StaticBatch(Batch):
         old = self._keys
         if old is not None and seats <= old.size and columns <= old.capacity:
             return
-        size = max(0 if old is None else old.size, min(self._most, _power(seats, 1)))
+        size = max(0 if old is None else old.size, min(self._most, power_of_2(seats)))
         capacity = max(0 if old is None else old.capacity, columns_for(columns))
         if old is None:
             self._sizes = [_size_of(state) for state in like]
@@ -262,16 +263,11 @@ def _size_of(state: Any) -> KeySize | None:
 
 def columns_for(n: int) -> int:
     """Columns of the bucket that holds n."""
-    power = _power(n, COLUMNS)
+    power = max(COLUMNS, power_of_2(n))
     if power <= FINE:
         return power
     quarter = power // 8  # of the power before
     return -(-n // quarter) * quarter
-
-
-def _power(n: int, least: int) -> int:
-    """The smallest power of two that is at least n, and `least`."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def _grown(x: Tensor, size: int, ours: bool) -> Tensor:

@@ -45,11 +45,11 @@ def launches(monkeypatch) -> list:
     were made, none replayed before."""
     from ring_la.kernels.replay import root
     from ring_la.kernels.runtime.replayed_function import record_of
-    from ring_la.kernels.wy import gdn_launches
+    from ring_la.kernels.wy import gdn_launches, span_call
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(gdn_launches, "multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(span_call, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)

@@ -34,7 +34,7 @@ H = 4
 def emulated() -> ExitStack:
     """The kernels, and what chooses them, as on a GPU."""
     from ring_la.kernels import choice, families
-    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch
+    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch, span_call
 
     changes = ExitStack()
 
@@ -48,8 +48,9 @@ def emulated() -> ExitStack:
 
     change(choice, unsupported=lambda rule, x, recurrent=False: families.unsupported(rule, x))
     change(one_launch, unsupported=lambda inputs, packed: "", ACROSS=one_launch.Least(0, 0, 0), LEAST=0)
+    change(span_call, multiprocessors=lambda device: 10**6)
     for module in (gdn_launches, kda_launches):
-        change(module, multiprocessors=lambda device: 10**6, side_by_side=lambda programs, device: False)
+        change(module, side_by_side=lambda programs, device: False)
     change(gdn_launches, zeros=hopper.Emulated.zeros)
     change(across, clear=hopper.Emulated.clear)
     change(gdn_launches, across=lambda *sizes: (64, 64), span=lambda *sizes: 64)

@@ -21,6 +21,7 @@ from ring_la.kernels.protocol import Inputs  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.runtime.zeros import ZEROS  # noqa: E402
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy.span_call import SpanCall  # noqa: E402
 from tests.support.emulated_kernels import LIMIT, check, draw, emulate  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
 
@@ -36,7 +37,7 @@ HALVES = 2.2e-3
 """The same of kernels whose products are all of fp16: outputs' own rounding to bf16 is 1.66e-3 of it."""
 
 
-class FarCall(gdn_launches.GDNCall):
+class FarCall(SpanCall):
     """Its chunks' numbers begin where what they leave lies behind 2^31 bytes."""
 
     FROM = 2**16
@@ -47,6 +48,10 @@ class FarCall(gdn_launches.GDNCall):
         if call.runs is not None:
             call.runs.table[:, 3] += cls.FROM
         return dataclasses.replace(call, chunks=call.chunks + cls.FROM)
+
+
+class FarDelta(FarCall, gdn_launches.GDNCall):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
     monkeypatch.setattr(gdn_launches, "UNEVEN", 8 if T == 140 else 0)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: T != 140)
     if cu is not None:
-        monkeypatch.setattr(gdn_launches, "GDNCall", FarCall)
+        monkeypatch.setattr(gdn_launches, "GDNCall", FarDelta)
     o, S, kept = gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=True)
     for alone, beside in zip(gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=False), (o, S)):
         assert (alone.float() - beside.float()).norm() <= LIMIT * beside.float().norm()  # beta lies elsewhere then
@@ -91,7 +96,7 @@ def test_gla(monkeypatch, T, H, cu, fall, dtype):
     N = 1 if cu is None else len(cu) - 1
     S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
     if cu is not None:
-        monkeypatch.setattr(gla_launches, "GDNCall", FarCall)
+        monkeypatch.setattr(gla_launches, "SpanCall", FarCall)
     inputs, scale = Inputs(q, k, v, g), 128**-0.5
     o, S, kept = gla_launches.forward(inputs, offsets, scale, S0[None], True, keep=True)
     grads, dS0 = gla_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], kept)
@@ -126,7 +131,7 @@ def test_dplr(monkeypatch, T, cu, sizes, silent):
         k[:, 64:96], v[:, 64:128], a[:, 96:128], do[:, 32:64] = 0, 0, 0, 0
     inputs, scale = Inputs(q, k, v, g, None, a, b), 128**-0.5
     if cu is not None:
-        monkeypatch.setattr(dplr_launches, "GDNCall", FarCall)
+        monkeypatch.setattr(dplr_launches, "SpanCall", FarCall)
     o, S, kept = dplr_launches.forward(inputs, offsets, scale, S0[None], True, keep=True)
     grads, dS0 = dplr_launches.gradients(inputs, offsets, scale, S0[None], do, dS[None], kept)
     got = {"o": o, "S": S, **{n: getattr(grads, n) for n in ("q", "k", "v", "a", "b", "g")}, "S0": dS0}
@@ -187,7 +192,8 @@ def test_what_kda_forgets_is_what_its_bound_says():
     g[:, 32:48, 2, 0] = g[:, 48:, 2, 1] = 0
     g[:, 32:, 3, 0] = 0
     g[:, :, 4] = -0.002
-    maps = across.KDA.maps(kda_launches.KDACall.of(Inputs(q, k, v, g, beta), None, 1.0, H), False, None)
+    call = kda_launches.KDACall.of(Inputs(q, k, v, g, beta), None, 1.0, kda_launches.cut(H))
+    maps = across.KDA.maps(call, False, None)
 
     def forgets(tokens: int, h: int) -> bool:
         u = torch.ones(128, dtype=torch.float64)

@@ -14,7 +14,7 @@ from ring_la.kept import recent
 from ring_la.kernels.fenwick.device import chunk_row, node_at, put, rows_of, state_at, tile
 from ring_la.kernels.fenwick.table import table_of
 from ring_la.kernels.runtime.launch import filled, launch
-from ring_la.kernels.spans.table import width
+from ring_la.kernels.sizes import width
 
 SIZES = ("T", "R", "N")
 CHUNK = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}

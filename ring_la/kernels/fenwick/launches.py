@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.fenwick.table import table_of
-from ring_la.kernels.spans.table import Tiling, width
+from ring_la.kernels.sizes import width
+from ring_la.kernels.spans.table import Tiling
 
 CHUNK = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 """Tokens a chunk: a power of two."""

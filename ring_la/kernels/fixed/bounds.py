@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_la.kernels.fixed.grid import power_above
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.spans.table import cdiv
+from ring_la.kernels.sizes import cdiv
 
 BLOCK, GROUP = 64, 128
 """Tokens of a block, and blocks that are added before a sum is read off."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ring_la.kernels.fixed.grid import power_above
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.spans.table import cdiv
+from ring_la.kernels.sizes import cdiv
 
 RUN, WIDE, AT_ONCE = 256, 64, 64
 """Rows and columns of a program, and rows that it meets at a time."""

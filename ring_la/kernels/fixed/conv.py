@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ring_la.kernels.fixed.conv_device import conv_back_kernel, conv_forward_kernel
 from ring_la.kernels.runtime.launch import aligned, filled, launch
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 CHANNELS, REGISTERS = 128, 128
 """Of a program, one warp, and of its threads going back at most."""

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.spans.table import power_of_2
+from ring_la.kernels.sizes import power_of_2
 
 ELEMENTS, PARTS = 4096, 8
 """Numbers of a tile, and programs a block, each of which adds up its own tokens."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 ELEMENTS, WIDE = 4096, 4096
 """Numbers of a tile, and columns of it at most."""

@@ -23,7 +23,7 @@ from ring_la.kernels.fixed.bounds import BLOCK, GROUP, Bounds, bound_above
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.fixed.weight_sum import START, add_full_blocks, adds_exactly, store_sum
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.spans.table import cdiv
+from ring_la.kernels.sizes import cdiv
 
 TILE = (64, 128)
 """Of dW, from benchmarks.tuning.fixed on an H200: two programs a multiprocessor."""

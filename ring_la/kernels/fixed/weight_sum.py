@@ -22,7 +22,7 @@ from ring_la.kernels.fixed.bounds import BLOCK, GROUP, Bounds, bound_above, boun
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
-from ring_la.kernels.spans.table import cdiv
+from ring_la.kernels.sizes import cdiv
 
 HALF = 32
 """Tokens of a block that meet a C of one sign."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, filled, launch
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 CHANNELS, WIDEST, WARPS = 2048, 8192, 4
 """Of a program's part of a row; of the rows whose gradients one program takes whole."""

@@ -13,8 +13,8 @@ from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs
 from ring_la.kernels.runtime.launch import aligned, filled, launch
+from ring_la.kernels.sizes import cdiv, width
 from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.spans.table import cdiv, width
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 RULE = Rule("additive", "none")

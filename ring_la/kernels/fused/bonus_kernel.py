@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.runtime.replayed_function import replayed
+from ring_la.kernels.sizes import cdiv, width
 from ring_la.kernels.spans.heads import summed
-from ring_la.kernels.spans.table import cdiv, width
 
 TOKENS, STEPS, WARPS = 16, 8, 4
 """Tokens a tile, and tiles a program, whose share of du is summed up by PyTorch."""

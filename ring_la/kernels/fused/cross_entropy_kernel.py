@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.spans.table import power_of_2
+from ring_la.kernels.sizes import power_of_2
 
 COLUMNS, WARPS = 4096, 8
 """Of a program's tile: one row at a time."""

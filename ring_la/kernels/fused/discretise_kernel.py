@@ -17,7 +17,7 @@ from ring_la.kernels.fused.log_decay_kernel import softplus
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.runtime.strided import rows, strides
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 ELEMENTS, WARPS = 2048, 4
 """Of a program's tile."""

@@ -32,7 +32,7 @@ from ring_la.kernels.fused.precondition_tiles import (
 )
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed
-from ring_la.kernels.spans.table import cdiv, width
+from ring_la.kernels.sizes import cdiv, width
 
 CHANNELS, WARPS = 32, 4
 """Of a program: channels know nothing of each other, and many programs fill the GPU."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.replayed_function import replayed
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 ELEMENTS, PROGRAMS = 4096, 1056
 """Of a tile, and programs that share the sum for the weight's gradient: eight a multiprocessor of 132."""

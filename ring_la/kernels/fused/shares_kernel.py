@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed
-from ring_la.kernels.spans.table import cdiv
+from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.sums.walks import joined
 
 TOKENS, CHANNELS, WARPS = 64, 16, 4

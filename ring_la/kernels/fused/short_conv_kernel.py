@@ -16,7 +16,7 @@ from ring_la.kernels.fused.short_conv_device import (
 from ring_la.kernels.runtime import strided
 from ring_la.kernels.runtime.launch import aligned, filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 CHANNELS = 128
 """Of a program, one warp."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.replayed_function import replayed
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 ROWS, CHANNELS, WARPS = 4, 512, 4
 """Tile of a program."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.runtime.replayed_function import replayed
-from ring_la.kernels.spans.table import cdiv, power_of_2
+from ring_la.kernels.sizes import cdiv, power_of_2
 
 ELEMENTS, WARPS = 4096, 4
 """Of a program's tile."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_la.kernels.spans.table import cdiv, width
+from ring_la.kernels.sizes import cdiv, width
 
 MINI_BATCHES = (16, 32, 64)
 """Sizes that there are kernels for."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_la.kept import recent
 from ring_la.kernels.fenwick.table import table_of
-from ring_la.kernels.spans.table import width
+from ring_la.kernels.sizes import width
 
 CHUNK = 64
 """Tokens a chunk."""

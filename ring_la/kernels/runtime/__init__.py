@@ -1,10 +1,13 @@
-"""Launching Triton kernels, for the whole package; whole calls written down and replayed.
+"""Launching kernels, Triton's and those in CUDA C++, for the whole package; whole calls written down and replayed.
 
     launch              the one way to launch a kernel; `aligned` tensors
     contract            what a launch promises of its arguments, and the check of it that tests turn on
     triton_version      what of Triton is not its language: versions, launchers, what it specialises on
     streams             `SideStream`, launches `aside` on it, and `order`, which is replayed too
     strided             tensors that lie apart as direct launches take them
+    cuda_kernel         `CudaKernel`: a kernel in CUDA C++, compiled when first launched
+    early               kernels that begin before the launch before them has ended
+    zeros               numbers that are zero at first, for such a kernel
 
     observer            who hears of launches while they are made
     recorder            `Recorder`, an observer: it watches the steps of a call and makes a tape of each

@@ -37,8 +37,9 @@ from ring_la.kernels.scalar_decay.operands import (
     take,
     tiles,
 )
+from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import ATTEND, ATTEND_GATED, ATTEND_KEEP, ATTEND_SUMS, Tiling, cdiv
+from ring_la.kernels.spans.table import ATTEND, ATTEND_GATED, ATTEND_KEEP, ATTEND_SUMS, Tiling
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ring_la.kernels.runtime.launch import launch
 from ring_la.kernels.scalar_decay.attend import TokenDots
 from ring_la.kernels.scalar_decay.operands import Gates
+from ring_la.kernels.sizes import power_of_2
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import power_of_2
 from ring_la.kernels.triton.tiles import SIZES, span
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
+from ring_la.kernels.sizes import cdiv, power_of_2, width
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import cdiv, power_of_2, width
 from ring_la.kernels.triton.gates import factors_kernel
 from ring_la.kernels.triton.tiles import head, tile
 

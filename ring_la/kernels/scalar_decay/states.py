@@ -18,8 +18,9 @@ from ring_la.kernels.scalar_decay.operands import (
     take,
     tiles,
 )
+from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import STATES, cdiv
+from ring_la.kernels.spans.table import STATES
 from ring_la.kernels.triton.tiles import SIZES, span
 
 

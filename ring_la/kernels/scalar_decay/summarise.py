@@ -9,8 +9,9 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs, SpanMaps
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.scalar_decay.operands import Gates, columns, constant, rows, shared_constants, take, tiles
+from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import SUMMARISE, cdiv
+from ring_la.kernels.spans.table import SUMMARISE
 from ring_la.kernels.triton.horizon import remembered, remembered_constant
 from ring_la.kernels.triton.tiles import SIZES, span
 

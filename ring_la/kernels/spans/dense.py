@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import SpanMaps
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.sizes import cdiv, width
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import cdiv, width
 from ring_la.kernels.triton.tiles import SIZES
 
 FLAGS = 32

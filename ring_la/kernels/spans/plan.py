@@ -17,10 +17,11 @@ from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.triton_version import gluon_is_proven
+from ring_la.kernels.sizes import cdiv, power_of_2, width
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.spans.table import Tiling, cdiv, power_of_2, width
+from ring_la.kernels.spans.table import Tiling
 
 DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
 """A rule's decay as kernels take it."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import SpanMaps
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.dense import DensePrefix, in_parts, prefix_dense, room_for_transitions, spans_of
 from ring_la.kernels.spans.plan import DECAY, SpanPlan
-from ring_la.kernels.spans.table import cdiv
 from ring_la.kernels.triton.tiles import SIZES
 
 

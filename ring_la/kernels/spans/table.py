@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ring_la.kernels.sizes import width
 
 
 @dataclass(frozen=True)
@@ -116,22 +117,6 @@ SHARED = 2**17
 
 DESCRIBED = 1 << 24
 """Elements a tensor from which tensors go by descriptor, of which each costs the host µs at a new address."""
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up (`triton.cdiv` takes several microseconds)."""
-    return -(-a // b)
-
-
-def power_of_2(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()
-
-
-@functools.cache
-def width(n: int) -> int:
-    """A head size as a tile is wide: the next power of two, at least 16."""
-    return max(16, power_of_2(n))
 
 
 def pick(table: Table, rule: str, K: int, V: int, dtype: torch.dtype) -> Tiling:

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.sizes import cdiv, power_of_2
 from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.spans.table import cdiv, power_of_2
 from ring_la.kernels.triton.tiles import SIZES, entry, span
 
 TOKENS, CHANNELS, WARPS = 64, 64, 4

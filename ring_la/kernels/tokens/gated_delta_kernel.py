@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.early import options, others_may_begin
 from ring_la.kernels.runtime.launch import launch
-from ring_la.kernels.spans.table import width
+from ring_la.kernels.sizes import width
 
 CHANNELS = 128
 PROGRAM = (8, 128)

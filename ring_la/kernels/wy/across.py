@@ -18,8 +18,11 @@ from ring_la.kernels.runtime.zeros import clear
 from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.wy import gdn_launches, kda_launches
-from ring_la.kernels.wy.gdn_launches import GDNCall, KeptChunks
-from ring_la.kernels.wy.kda_launches import HEAD, KDACall, Passing
+from ring_la.kernels.wy.gdn_launches import GDNCall
+from ring_la.kernels.wy.kda_launches import KDACall
+from ring_la.kernels.wy.passing import Passing
+from ring_la.kernels.wy.span_call import HEAD, SpanCall, chunk_count
+from ring_la.kernels.wy.span_launches import KeptChunks
 
 Saved = tuple[Tensor | None, ...]
 
@@ -116,28 +119,28 @@ class SpanKernels(Protocol):
         ...
 
 
-def _cut(call: GDNCall | KDACall, chunk: int) -> Cut:
-    rows = call.inputs.v.shape[0]
-    return Cut(call, Runs(call.length, chunk, call.count // rows, 1, None, None) if call.runs is None else call.runs)
+def _cut(call: SpanCall) -> Cut:
+    each = call.count // call.inputs.v.shape[0]
+    return Cut(call, Runs(call.length, call.chunk, each, 1, None, None) if call.runs is None else call.runs)
 
 
-def _heads(call: GDNCall | KDACall) -> range:
+def _heads(call: SpanCall) -> range:
     return range(call.inputs.v.shape[2])
 
 
-def _room(call: GDNCall | KDACall) -> Tensor:
+def _room(call: SpanCall) -> Tensor:
     """For a state of every span, or its transition."""
     B, _, H, _ = call.inputs.v.shape
     return call.new(B, call.count // B, H, HEAD, HEAD)
 
 
-def _images(call: GDNCall | KDACall) -> Tensor:
+def _images(call: SpanCall) -> Tensor:
     """Room for images of transitions."""
     B, _, H, _ = call.inputs.v.shape
     return call.new(B, call.count // B, H, 2, HEAD, HEAD, dtype=torch.bfloat16)
 
 
-def _maps(call: GDNCall | KDACall, arrived: Tensor | None, ways: int = 1) -> tuple[SpanMaps, Passing]:
+def _maps(call: SpanCall, arrived: Tensor | None, ways: int = 1) -> tuple[SpanMaps, Passing]:
     """Room for those, and a launch's part of it; images where states are carried. `ways`: on how many it is kept which
     spans forget."""
     B, _, H, _ = call.inputs.v.shape
@@ -155,7 +158,7 @@ def _given(states: Tensor, maps: SpanMaps, carried: Carried | None) -> Passing:
     return Passing(states, given=True) if carried is None else carried.given(states, maps)
 
 
-def _few(call: GDNCall | KDACall) -> bool:
+def _few(call: SpanCall) -> bool:
     """Whether a row has no more spans than states are carried through."""
     return call.runs is None and call.count // call.inputs.v.shape[0] <= MOST
 
@@ -167,7 +170,7 @@ class DeltaSpans:
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         cut = gdn_launches.across if train else gdn_launches.carrying
-        return _cut(GDNCall.of(inputs, cu, scale, cut), gdn_launches.CHUNK)
+        return _cut(GDNCall.of(inputs, cu, scale, cut))
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return gdn_launches.keeps(inputs, cu)
@@ -211,7 +214,7 @@ class DeltaSpans:
         self, call: GDNCall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
         carried: Carried | None,
     ) -> Inputs:  # fmt: skip
-        to, (states, writes, pairs) = gdn_launches.results(call), saved
+        to, (states, writes, pairs) = call.results(), saved
         kept, further = KeptChunks(states, writes, pairs), (do, *to.qkv, to.g, to.beta)
         kernel = partial(gdn_launches.backward_kernel, *call.defines)
         passing = _given(entering, maps, carried)
@@ -226,8 +229,9 @@ class KDASpans:
 
     def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
         B, T, H = inputs.v.shape[:3]
-        heads = kda_launches.group(kda_launches.chunks(B, T, cu), H) if train else H  # of one launch
-        return _cut(KDACall.of(inputs, cu, scale, heads, train), kda_launches.CHUNK)
+        chunks = chunk_count(B, T, cu, kda_launches.CHUNK)
+        heads = kda_launches.group(chunks, H) if train else H  # of one launch
+        return _cut(KDACall.of(inputs, cu, scale, kda_launches.cut(heads, train)))
 
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         return True
@@ -268,7 +272,7 @@ class KDASpans:
         self, call: KDACall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
         carried: Carried | None,
     ) -> Inputs:  # fmt: skip
-        to = kda_launches.results(call)
+        to = call.results()
         further = (do, *to.qkv, to.g, to.beta)
         (before,) = saved
         for heads, kept in kda_launches.by_group(call) if prepared is None else [(_heads(call), prepared)]:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs, SpanMaps
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.sizes import cdiv, width
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import BACK_SUMMARY, BACKWARD, Table, cdiv, width
+from ring_la.kernels.spans.table import BACK_SUMMARY, BACKWARD, Table
 from ring_la.kernels.triton.gates import LEAST_HALF, divisor
 from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
 from ring_la.kernels.wy.forward import shared_constants

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.sizes import width
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import GRADIENT_DIAGONAL, width
+from ring_la.kernels.spans.table import GRADIENT_DIAGONAL
 from ring_la.kernels.triton.gates import divisor, share
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 from ring_la.kernels.wy.backward import value_gradient

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.sizes import cdiv, width
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import DPLR_GRADIENT, PAIRS, cdiv, width
+from ring_la.kernels.spans.table import DPLR_GRADIENT, PAIRS
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 from ring_la.kernels.wy.diagonal_gradients import parted, times
 from ring_la.kernels.wy.dplr_products import gates_before, weights

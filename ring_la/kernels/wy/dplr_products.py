@@ -20,8 +20,9 @@ import triton.language as tl
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.sizes import width
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import PRODUCTS_DIAGONAL, width
+from ring_la.kernels.spans.table import PRODUCTS_DIAGONAL
 from ring_la.kernels.triton.gates import running
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 from ring_la.kernels.wy.diagonal_products import Launched

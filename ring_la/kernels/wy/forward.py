@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ring_la.kernels.protocol import SpanMaps
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.sizes import cdiv, width
 from ring_la.kernels.spans.plan import DECAY, SpanPlan
-from ring_la.kernels.spans.table import KEEP, OUTPUT, SUMMARY, SUMMARY_ALL, Table, cdiv, width
+from ring_la.kernels.spans.table import KEEP, OUTPUT, SUMMARY, SUMMARY_ALL, Table
 from ring_la.kernels.triton.horizon import remembered
 from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
 from ring_la.kernels.wy.saved import ChunkProducts, ChunkStates

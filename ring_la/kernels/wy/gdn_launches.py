@@ -9,21 +9,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
-from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.zeros import zeros
-from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.spans.table import cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, MAIL, Passing, as_read, multiprocessors, side_by_side
-from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
+from ring_la.kernels.sizes import cdiv
+from ring_la.kernels.wy.passing import MAIL, Passing
+from ring_la.kernels.wy.span_call import CHUNK, HEAD, SpanCall, side_by_side
+from ring_la.kernels.wy.span_launches import KeptChunks, SpanLaunches, States, heads_at_a_time
 
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
@@ -44,20 +41,6 @@ ARGUMENTS = "22Q12if4x"
 SHARED = 7 * 28672 + 8192 + 4 * 2304 + 7 * 384 + 7 * 16 + 64 + 16 + 144 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 144 + 1024
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 48 + 16 + 144 + 1024
-
-
-class KeptChunks(NamedTuple):
-    """What a backward wants of chunks: the states before them, W (U by beta) and their pairs."""
-
-    states: Tensor
-    writes: Tensor
-    pairs: Tensor
-
-    @classmethod
-    def of(cls, saved: tuple[Tensor | None, ...]) -> KeptChunks | None:
-        """What a forward in one launch left, if it did; one in chunks leaves more, and others."""
-        states, writes, pairs = saved if len(saved) == 3 else (None, None, None)
-        return None if states is None or writes is None or pairs is None else cls(states, writes, pairs)
 
 
 @functools.cache
@@ -115,7 +98,7 @@ def unequal(tokens: int, length: int, rows: int, programs: int) -> tuple[int, in
 
 
 def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
-    """Tokens a span and of a row's outer one (see `GDNCall`)."""
+    """Tokens a span and of a row's outer one (see `SpanCall`)."""
     length = span(tokens, heads, pieces, programs, equal)
     return unequal(tokens // pieces, length, pieces * heads, programs) if equal else (length, length)
 
@@ -156,43 +139,8 @@ def combined(length: int, tokens: int, states: int) -> int:
     return TOGETHER if fits and tokens >= GROUPED * length else 1
 
 
-Cut = Callable[[int, int, int, int, bool], tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class GDNCall:
-    """One device's tokens, as the kernels take them.
-
-    Attributes:
-        inputs: q, k, v bf16, g (None: no decay) and beta fp32 or bf16; contiguous, batch rows one behind the other.
-        pieces: documents, or batch rows. length: tokens a span. count, chunks: how many spans and chunks at most.
-        outer: tokens of a row's first span (backward: its last), where rows are cut evenly but for it.
-        runs: the spans of packed documents; None: rows are cut evenly.
-    """
-
-    inputs: Inputs
-    cu: Tensor | None
-    scale: float
-    pieces: int
-    length: int
-    outer: int
-    count: int
-    chunks: int
-    runs: Runs | None
-
-    @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, cut: Cut = cut) -> GDNCall:
-        inputs = as_read(inputs)
-        v = inputs.v
-        B, T, H = v.shape[:3]
-        pieces = B if cu is None else cu.numel() - 1
-        length, outer = cut(B * T, H, pieces, multiprocessors(v.device), cu is None)
-        if cu is None:
-            count = B * (1 + cdiv(max(T - outer, 0), length))
-            return cls(inputs, None, scale, pieces, length, outer, count, B * cdiv(T, CHUNK), None)
-        cu = aligned(cu.to(device=v.device, dtype=torch.int32))
-        runs = Runs.of(T, length, CHUNK, cu)
-        return cls(inputs, cu, scale, pieces, length, length, runs.count, T // CHUNK + pieces, runs)
+class GDNCall(SpanCall):
+    """One device's tokens, as the delta rules' kernels take them; g is None where there are no gates."""
 
     @property
     def defines(self) -> tuple[str, str, str]:
@@ -203,13 +151,6 @@ class GDNCall:
             f"GATE_BF16={int(g is not None and g.dtype == bf16)}",
             f"BETA_BF16={int(beta.dtype == bf16)}",
         )
-
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, device=self.inputs.v.device, dtype=dtype)
-
-    def states(self) -> Tensor:
-        """Room for the state of every piece."""
-        return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
 
     def launch(
         self, kernel: Callable[..., CudaKernel], heads: range, o: Tensor | None, states: States,
@@ -275,19 +216,12 @@ def _back(call: GDNCall, heads: range, states: States, kept: KeptChunks, do: Ten
     call.launch(kernel, heads, None, states, kept, (do, *to.qkv, to.g, to.beta))
 
 
-def results(call: GDNCall) -> Inputs:
-    """Room for the inputs' gradients; q's and k's have the heads of v."""
-    v, g = call.inputs.v, call.inputs.g
-    dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
-    return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g), call.new(*v.shape[:3]))
-
-
 LAUNCHES = SpanLaunches(
-    lambda x, cu, scale: GDNCall.of(x, cu, scale),
+    lambda x, cu, scale: GDNCall.of(x, cu, scale, cut),
     room,
     lambda chunks, heads: group(chunks, heads),
     _run,
     _back,
-    results,
+    GDNCall.results,
 )
 keeps, forward, gradients = LAUNCHES.keeps, LAUNCHES.forward, LAUNCHES.gradients

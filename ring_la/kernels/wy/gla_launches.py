@@ -17,9 +17,8 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.wy import gdn_launches
-from ring_la.kernels.wy.gdn_launches import GDNCall
-from ring_la.kernels.wy.kda_launches import HEAD
-from ring_la.kernels.wy.span_launches import CHUNK, SpanLaunches, States, heads_at_a_time
+from ring_la.kernels.wy.span_call import CHUNK, HEAD, SpanCall
+from ring_la.kernels.wy.span_launches import SpanLaunches, States, heads_at_a_time, launch
 
 ARGUMENTS = "13Q9if"
 PAIRS = CHUNK * CHUNK + 8
@@ -47,7 +46,7 @@ def evenly(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> 
     return (gdn_launches.span(tokens, heads, pieces, programs, equal),) * 2
 
 
-def _define(call: GDNCall) -> str:
+def _define(call: SpanCall) -> str:
     g = call.inputs.g
     return f"GATE_BF16={int(g is not None and g.dtype == torch.bfloat16)}"
 
@@ -71,42 +70,33 @@ def group(chunks: int, heads: int) -> int:
     return heads_at_a_time(chunks, heads, HEAD * HEAD + PAIRS)
 
 
-def _room(call: GDNCall, heads: int) -> KeptPairs:
+def _room(call: SpanCall, heads: int) -> KeptPairs:
     shape, bf16 = (call.chunks, heads), torch.bfloat16
     return KeptPairs(call.new(*shape, HEAD, HEAD, dtype=bf16), call.new(*shape, PAIRS, dtype=bf16))
 
 
-def _launch(
-    call: GDNCall, kernel: CudaKernel, heads: range, o: Tensor | None, states: States,
-    kept: KeptPairs | tuple[None, None], further: tuple[Tensor | None, ...] = (),
-) -> None:  # fmt: skip
-    x, device = call.inputs, call.inputs.v.device
-    (_, T, H, _), programs = x.v.shape, call.count * len(heads)
-    table = None if call.runs is None else call.runs.table
-    flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
-    kernel(
-        programs, *x.qkv, x.g, o, *states, table, call.cu, flags,
-        call.new(call.count, H, HEAD, HEAD), *kept, T, H, x.q.shape[2], call.count, call.length, call.pieces,
-        heads.start, len(heads), gdn_launches.picks(programs, device), call.scale, *further,
-    )  # fmt: skip
+def _picks(call: SpanCall, heads: range) -> bool:
+    return gdn_launches.picks(call.count * len(heads), call.inputs.v.device)
 
 
-def _run(call: GDNCall, heads: range, o: Tensor | None, states: States, kept: KeptPairs | None) -> None:
-    _launch(call, forward_kernel(kept is not None, _define(call)), heads, o, states, kept or (None, None))
+def _run(call: SpanCall, heads: range, o: Tensor | None, states: States, kept: KeptPairs | None) -> None:
+    kernel, picks = forward_kernel(kept is not None, _define(call)), _picks(call, heads)
+    launch(call, kernel, heads, (call.inputs.g,), o, states, kept or (None, None), (picks,))
 
 
-def _back(call: GDNCall, heads: range, states: States, kept: KeptPairs, do: Tensor, to: Inputs) -> None:
-    _launch(call, backward_kernel(_define(call)), heads, None, states, kept, (do, *to.qkv, to.g))
+def _back(call: SpanCall, heads: range, states: States, kept: KeptPairs, do: Tensor, to: Inputs) -> None:
+    kernel, further = backward_kernel(_define(call)), (do, *to.qkv, to.g)
+    launch(call, kernel, heads, (call.inputs.g,), None, states, kept, (_picks(call, heads),), further)
 
 
-def _results(call: GDNCall) -> Inputs:
+def _results(call: SpanCall) -> Inputs:
     v, g = call.inputs.v, call.inputs.g
     dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
     return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g))
 
 
 LAUNCHES = SpanLaunches(
-    lambda x, cu, scale: GDNCall.of(x, cu, scale, evenly),
+    lambda x, cu, scale: SpanCall.of(x, cu, scale, evenly),
     _room,
     lambda chunks, heads: group(chunks, heads),
     _run,

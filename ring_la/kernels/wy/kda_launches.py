@@ -1,4 +1,5 @@
-"""Launches of KDA's kernels in CUDA C++ on Hopper (`kda_forward.cu`, `kda_backward.cu`): one forward, two backward.
+"""Launches of KDA's kernels in CUDA C++ on Hopper (`kda_forward.cu`, `kda_backward.cu`): one forward, and backward two,
+that of chunks' states and that of gradients. Each is two where spans that wait are left to a second (`KDACall.ahead`).
 
 Chunks have 16 tokens, over which gates of at least -5 leave all factors within fp32. The backward makes the states
 before the chunks again, as many heads at a time as `KEPT` bytes hold.
@@ -9,9 +10,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,15 @@ from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.zeros import zeros
+from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.heads import by_key_head
-from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.spans.table import SAVED_STATES, cdiv
+from ring_la.kernels.spans.table import SAVED_STATES
+from ring_la.kernels.wy import span_call
+from ring_la.kernels.wy.passing import MAIL, Passing
+from ring_la.kernels.wy.span_call import HEAD, Cut, SpanCall, by_row, chunk_count, side_by_side
 
-CHUNK, HEAD = 16, 128
-"""Tokens a chunk, and channels of a head."""
+CHUNK = 16
+"""Tokens a chunk."""
 LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
@@ -42,7 +45,7 @@ SPANS, TOKENS = 4, 8192
 before the state that enters is there."""
 KEPT = 5 * SAVED_STATES // 4
 """Bytes of chunks' states that a backward holds at a time."""
-ARGUMENTS, MAIL = "17Q12if4x", "4Q2q7Q9i4x"
+ARGUMENTS = "17Q12if4x"
 SHARED = 232448
 
 
@@ -63,93 +66,28 @@ def kernel(
     return CudaKernel(folder / "kda_forward.cu", "kda_forward", arguments, 512, SHARED, (*defines, keep), early)
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Programs that run at a time: these kernels fill a multiprocessor each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def cut(at_a_time: int, train: bool | None = None) -> Cut:
+    """How tokens are cut for launches over so many heads. `train`: states meet those of other ranks, and whether
+    gradients follow."""
 
-
-def side_by_side(programs: int, device: torch.device) -> bool:
-    """Whether they all run at once: none has to take its number in the order that they begin in."""
-    return programs <= multiprocessors(device)
-
-
-def as_read(inputs: Inputs) -> Inputs:
-    """Inputs as these kernels read them: contiguous; q, k, a, b in the dtype of v, gates and steps in fp32 or bf16."""
-    q, k, v, g, beta, a, b = (None if x is None else aligned(x) for x in inputs)
-    q, k, a, b = (x if x is None or x.dtype == v.dtype else x.to(v.dtype) for x in (q, k, a, b))
-    g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
-    return Inputs(q, k, v, g, beta, a, b)
-
-
-class Passing(NamedTuple):
-    """What spans hand on, or (`given`) what enters each. Of a launch that finds `maps` what spans add, (`parts`) their
-    transitions, their `image`, the sums of `squares` of these, and which transitions are `zero`; in parts, `together`
-    of a span, images of the transitions of each first `half`, and `extra` room for what a part leaves. Of one whose
-    spans wait what they combine, `together` at a time.
-
-    `mail`: as `mail.cuh` has it, of a launch that carries states from span to span and rank to rank; `arrived`, int32,
-    says which spans have what enters them, and is zero at first, by the launch before."""
-
-    states: Tensor
-    parts: Tensor | None = None
-    together: int = 1
-    given: bool = False
-    maps: bool = False
-    zero: Tensor | None = None
-    squares: Tensor | None = None
-    half: Tensor | None = None
-    extra: Tensor | None = None
-    image: Tensor | None = None
-    arrived: Tensor | None = None
-    mail: tuple[Tensor | int, ...] = ()
-
-    @property
-    def waits(self) -> bool:
-        """Whether spans may wait for each other, by flags that are zero at first."""
-        return not self.given and not self.maps
-
-
-@dataclass(frozen=True)
-class KDACall:
-    """One device's tokens, as the kernels take them.
-
-    Attributes:
-        inputs: q, k, v bf16, g and beta fp32 or bf16; contiguous, batch rows one behind the other.
-        pieces: documents, or batch rows. runs: the spans of packed documents; None: rows are cut evenly, but for the
-            first span, which has `outer` tokens, and the last one, which has what is left.
-    """
-
-    inputs: Inputs
-    cu: Tensor | None
-    scale: float
-    pieces: int
-    length: int
-    outer: int
-    count: int
-    chunks: int
-    runs: Runs | None
-
-    @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int, train: bool | None = None) -> KDACall:
-        """`heads`: of one launch. `train`: states meet those of other ranks, and whether gradients follow."""
-        inputs = as_read(inputs)
-        v = inputs.v
-        B, T = v.shape[:2]
-        pieces = B if cu is None else cu.numel() - 1
+    def of(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
         left = 0 if train is None else LEFT
-        wanted = max(1, (multiprocessors(v.device) - left) // (heads * pieces))
-        length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
-        if cu is None:
-            spans, outer = cdiv(T, length), length
-            if train is False and spans > 1 and length >= (SLOTS + SHORTER) * CHUNK:
-                outer -= SHORTER * CHUNK
-                length = cdiv(cdiv(T - outer, CHUNK), spans - 1) * CHUNK
-                spans = 1 + cdiv(T - outer, length)
-            return cls(inputs, None, scale, pieces, length, outer, B * spans, B * cdiv(T, CHUNK), None)
-        cu = aligned(cu.to(device=v.device, dtype=torch.int32))
-        runs = Runs.of(T, length, CHUNK, cu)
-        return cls(inputs, cu, scale, pieces, length, length, runs.count, T // CHUNK + pieces, runs)
+        wanted = max(1, (programs - left) // (at_a_time * pieces))
+        length = max(SPAN, cdiv(cdiv(tokens, pieces * wanted), CHUNK) * CHUNK)
+        each = tokens // pieces
+        spans = cdiv(each, length)
+        if not equal or train is not False or spans < 2 or length < (SLOTS + SHORTER) * CHUNK:
+            return length, length
+        outer = length - SHORTER * CHUNK
+        return cdiv(cdiv(each - outer, CHUNK), spans - 1) * CHUNK, outer
+
+    return of
+
+
+class KDACall(SpanCall):
+    """One device's tokens, as KDA's kernels take them."""
+
+    chunk: ClassVar[int] = CHUNK
 
     @property
     def defines(self) -> tuple[str, str]:
@@ -162,13 +100,6 @@ class KDACall:
         """Whether spans that wait are left to a launch of their own."""
         each = self.inputs.v.shape[0] * self.inputs.v.shape[1] // self.pieces
         return each >= max(SPANS * self.length, TOKENS)
-
-    def states(self) -> Tensor:
-        """Room for the state of every piece."""
-        return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
-
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, device=self.inputs.v.device, dtype=dtype)
 
     def launch(
         self, name: str, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
@@ -200,7 +131,7 @@ class KDACall:
 def beside(call: KDACall, heads: int) -> int:
     """Programs that see to states that leave pieces and come, beside those of spans: on what multiprocessors are left,
     if all run at once."""
-    left = multiprocessors(call.inputs.v.device) - call.count * heads
+    left = span_call.multiprocessors(call.inputs.v.device) - call.count * heads
     return max(0, min(BESIDE, call.pieces * heads, left))
 
 
@@ -209,7 +140,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """o ``[B, T, H, V]``, and if `final` the states that leave the pieces ``[B, N, H, K, V]``; `S0` like those."""
     H = inputs.v.shape[2]
-    call = KDACall.of(inputs, cu, scale, H)
+    call = KDACall.of(inputs, cu, scale, cut(H))
     o = torch.empty_like(call.inputs.v)
     leaving = call.states() if final else None
     call.launch("forward", range(H), o, (None if S0 is None else aligned(S0), leaving))
@@ -221,22 +152,15 @@ def gradients(
 ) -> tuple[Inputs, Tensor]:
     """Those of the inputs, and of the states that enter."""
     B, T, H, _ = inputs.v.shape
-    each = group(chunks(B, T, cu), H)
-    call = KDACall.of(inputs, cu, scale, each)
+    each = group(chunk_count(B, T, cu, CHUNK), H)
+    call = KDACall.of(inputs, cu, scale, cut(each))
     do = aligned(do.to(torch.bfloat16))
     S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
-    found, dS0 = results(call), call.states()
+    found, dS0 = call.results(), call.states()
     for heads, kept in by_group(call):
         call.launch("states", heads, None, (S0, None), kept)
         call.launch("backward", heads, None, (dS_end, dS0), kept, (do, *found.qkv, found.g, found.beta))
     return by_key_head(found, inputs.q.shape[2]), by_row(dS0, B)
-
-
-def results(call: KDACall) -> Inputs:
-    """Room for the inputs' gradients; q's and k's have the heads of v."""
-    v, g = call.inputs.v, call.inputs.g
-    dq, dk, dv = (call.new(*v.shape, dtype=torch.bfloat16) for _ in range(3))
-    return Inputs(dq, dk, dv, None if g is None else torch.empty_like(g), call.new(*v.shape[:3]))
 
 
 def by_group(call: KDACall) -> Iterator[tuple[range, tuple[Tensor, Tensor]]]:
@@ -249,18 +173,8 @@ def by_group(call: KDACall) -> Iterator[tuple[range, tuple[Tensor, Tensor]]]:
         yield range(first, min(first + each, H)), (states, writes)
 
 
-def chunks(rows: int, tokens: int, cu: Tensor | None) -> int:
-    """How many there are at most."""
-    return rows * cdiv(tokens, CHUNK) if cu is None else tokens // CHUNK + cu.numel() - 1
-
-
 @functools.lru_cache(maxsize=512)
 def group(chunks: int, heads: int) -> int:
     """Heads at a time whose chunks' states the backward holds: groups of about one size."""
     most = max(1, KEPT // (chunks * HEAD * (HEAD + CHUNK) * 2))
     return cdiv(heads, math.ceil(heads / most))
-
-
-def by_row(states: Tensor, rows: int) -> Tensor:
-    """States of pieces ``[N, H, K, V]`` by batch row: each has one piece, or the only one all."""
-    return states[:, None] if rows > 1 else states[None]

@@ -3,8 +3,8 @@
 
 What comes into a span of tokens is often forgotten there, so that spans start early from zero, by a bound that holds;
 one that does not forget waits for the span before it. A delta rule whose states meet those of other ranks may go by
-the same kernels in two launches (`scanned_spans`); other such calls go by chunks of 64 tokens, as does whatever these
-kernels have no part for.
+the same kernels in two launches, or KDA forward in one, which carries states itself (`scanned_spans`); other such calls
+go by chunks of 64 tokens, as does whatever these kernels have no part for.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, 
 from ring_la.kernels.runtime import cuda_kernel
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches
 from ring_la.kernels.wy.across import SpanKernels
-from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.recurrence import WYRecurrence
 from ring_la.kernels.wy.scanned_spans import ScannedSpans
+from ring_la.kernels.wy.span_call import HEAD
+from ring_la.kernels.wy.span_launches import KeptChunks
 
 
 class Launches(NamedTuple):
@@ -92,10 +93,10 @@ LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
 KDA = Launches(_kda, _kda_gradients, across=across.KDA)
-DELTA = _keeping(gdn_launches, gdn_launches.KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
+DELTA = _keeping(gdn_launches, KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
 DELTA = DELTA._replace(across=across.DELTA)
 GLA = _keeping(gla_launches, gla_launches.KeptPairs)
-DPLR = _keeping(dplr_launches, gdn_launches.KeptChunks)
+DPLR = _keeping(dplr_launches, KeptChunks)
 
 
 def knobs() -> tuple[int, bool, bool, Least]:
@@ -210,5 +211,5 @@ class OneLaunch:
 def _without_kept(backward: Backward) -> Backward:
     """Without what only a launch takes; what a forward in chunks saved stays."""
     saved = backward.saved
-    found = gdn_launches.KeptChunks.of(saved) or gla_launches.KeptPairs.of(saved)
+    found = KeptChunks.of(saved) or gla_launches.KeptPairs.of(saved)
     return backward if found is None else backward._replace(saved=())

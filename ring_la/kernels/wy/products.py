@@ -7,8 +7,9 @@ import triton.language as tl
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.sizes import width
 from ring_la.kernels.spans.plan import SpanPlan
-from ring_la.kernels.spans.table import PRODUCTS, width
+from ring_la.kernels.spans.table import PRODUCTS
 from ring_la.kernels.triton.gates import chunk_factors
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 from ring_la.kernels.wy.inverse import invert

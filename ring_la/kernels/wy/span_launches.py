@@ -7,38 +7,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.heads import by_key_head
-from ring_la.kernels.spans.table import SAVED_STATES, cdiv
-from ring_la.kernels.wy.kda_launches import by_row
+from ring_la.kernels.spans.table import SAVED_STATES
+from ring_la.kernels.wy.span_call import CHUNK, HEAD, SpanCall, by_row, chunk_count
 
-CHUNK = 32
-"""Tokens a chunk."""
 KEPT = 3 * SAVED_STATES
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time: 4 % of the smallest Hopper GPU's
 memory. Not a share of what is free, which the host would wait for and which changes from call to call."""
-
-
-class SpanCall(Protocol):
-    """One device's tokens, as a rule's kernels take them."""
-
-    @property
-    def inputs(self) -> Inputs: ...
-    @property
-    def chunks(self) -> int: ...
-    def states(self) -> Tensor: ...
-
-
 Call = TypeVar("Call", bound=SpanCall)
 Kept = TypeVar("Kept")
 States = tuple[Tensor | None, Tensor | None]
 """Those that a launch begins with and those it ends with (gradients, backward)."""
+
+
+class KeptChunks(NamedTuple):
+    """What a backward of rules with writes wants of chunks: the states before them, W (U by beta; DPLR: Y) and their
+    pairs."""
+
+    states: Tensor
+    writes: Tensor
+    pairs: Tensor
+
+    @classmethod
+    def of(cls, saved: tuple[Tensor | None, ...]) -> KeptChunks | None:
+        """What a forward in one launch left, if it did; one in chunks leaves more, and others."""
+        states, writes, pairs = saved if len(saved) == 3 else (None, None, None)
+        return None if states is None or writes is None or pairs is None else cls(states, writes, pairs)
 
 
 def heads_at_a_time(chunks: int, heads: int, numbers: int) -> int:
@@ -70,7 +73,7 @@ class SpanLaunches(Generic[Call, Kept]):
     def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
         """Whether a forward leaves what a backward wants, or that makes it again."""
         B, T, H = inputs.v.shape[:3]
-        return self.group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
+        return self.group(chunk_count(B, T, cu, CHUNK), H) == H
 
     def forward(
         self, inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
@@ -102,3 +105,19 @@ class SpanLaunches(Generic[Call, Kept]):
                 self.run(call, heads, None, (S0, None), room)
             self.back(call, heads, (dS_end, dS0), room, do, found)
         return by_key_head(found, inputs.q.shape[2]), by_row(dS0, B)
+
+
+def launch(
+    call: SpanCall, kernel: CudaKernel, heads: range, read: tuple[Tensor | None, ...], o: Tensor | None, states: States,
+    kept: tuple[Tensor | None, ...], numbers: tuple[int, ...], further: tuple[Tensor | None, ...] = (),
+) -> None:  # fmt: skip
+    """A kernel whose spans wait by flags. `read`: what it reads beside q, k and v; `kept` and `numbers`: its own."""
+    x, device = call.inputs, call.inputs.v.device
+    (_, T, H, _), programs = x.v.shape, call.count * len(heads)
+    table = None if call.runs is None else call.runs.table
+    flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
+    kernel(
+        programs, *x.qkv, *read, o, *states, table, call.cu, flags, call.new(call.count, H, HEAD, HEAD), *kept,
+        T, H, x.q.shape[2], call.count, call.length, call.pieces, heads.start, len(heads), *numbers, call.scale,
+        *further,
+    )  # fmt: skip

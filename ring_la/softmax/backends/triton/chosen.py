@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kernels import sizes
 from ...geometry import Pair
 from ...merging import Gradients, Partial, has_triton
 from ...merging.parts import dense
@@ -110,8 +111,8 @@ class TritonChosen(ChosenBackend):
             kernel, (Tq, -(-G // bg) * B * Hk), *tensors, *more, c, places, q_pos, q_doc, k_pos, k_doc,
             scores.scale, left or 0, right or 0, Tq, c.shape[3], len(places), G, c.shape[2],
             *c.stride()[:3], *(s for x in tensors for s in x.stride()[:3]), *numbers, **constants,
-            H=H, BG=bg, BK=padded(width), BR=padded(K - width) if K > width else 1, BV=padded(V), BLOCK=scores.block,
-            SHARED=shared, LEFT=left is not None, RIGHT=right is not None,
+            H=H, BG=bg, BK=sizes.width(width), BR=sizes.width(K - width) if K > width else 1,
+            BV=sizes.width(V), BLOCK=scores.block, SHARED=shared, LEFT=left is not None, RIGHT=right is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **options, tensors="any",
         )  # fmt: skip
 
@@ -119,17 +120,12 @@ class TritonChosen(ChosenBackend):
 def _tile(G: int, width: int, dtype: torch.dtype, back: bool) -> tuple[int, dict[str, Any]]:
     """Heads of a program, and the other numbers of a tile."""
     if back:
-        return min(padded(G), 16), dict(BN=32, num_warps=8 if width > 128 else 4, num_stages=1)
+        return min(sizes.width(G), 16), dict(BN=32, num_warps=8 if width > 128 else 4, num_stages=1)
     few = dtype == torch.float32 or width > 128
     stages = 2 if width <= WIDEST else 1
-    return min(64, padded(G)), dict(BN=32 if few else 64, num_warps=8 if width > WIDEST else 4, num_stages=stages)
+    return min(64, sizes.width(G)), dict(BN=32 if few else 64, num_warps=8 if width > WIDEST else 4, num_stages=stages)
 
 
 def shared_memory(k: Tensor, v: Tensor) -> bool:
     """Whether values are the first columns of keys, in the same memory."""
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.numel() > 0
-
-
-def padded(width: int) -> int:
-    """Columns or rows of a tile that holds `width`."""
-    return max(16, 1 << (width - 1).bit_length())

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ....kernels.sizes import width
 from ...geometry import Pair, Tokens
 from ...merging import Gradients, Partial
 from ...merging.parts import dense
 from ...scores import Scores
 from ..backend import Ask, QueryRows
-from .chosen import WIDEST_OF_BLOCKS, TritonChosen, padded
+from .chosen import WIDEST_OF_BLOCKS, TritonChosen
 from .table import TileSettings
 
 SMALLEST = 16
@@ -203,7 +204,7 @@ def _sizes(tile: TileSettings, call: ChosenBlocks, q: Tensor, k: Tensor, v: Tens
     heads = min(rows, 1 << (G - 1).bit_length())
     M = min(64, rows // heads)  # a bit each
     return dict(
-        KW=K, VW=V, H=H, G=G, M=M, BG=heads, BN=min(keys, padded(call.block)), BK=padded(K), BV=padded(V),
+        KW=K, VW=V, H=H, G=G, M=M, BG=heads, BN=min(keys, width(call.block)), BK=width(K), BV=width(V),
         **call.constants, PRECISION="ieee" if exact else "tf32", num_warps=min(tile.warps, max(4, M * heads // 16)),
         num_stages=1 if exact else tile.stages,
     )  # fmt: skip

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....kernels import sizes
 from ...geometry import Pair
 from ...merging import Gradients, Partial
 from ...merging.parts import dense
 from ...scores import Scores
 from ..backend import QueryRows
-from .chosen import TritonChosen, padded, shared_memory
+from .chosen import TritonChosen, shared_memory
 
 SLOTS = 1 << 26
 """Rows that lists name at once, 4 bytes each."""
@@ -85,7 +86,7 @@ class SortedChosen(TritonChosen):
             launch(
                 sorted_kernels.listed, (t, B * heads),
                 rows, count, c, places, q_pos[some], q_doc[some], k_pos, k_doc, left or 0, right or 0, t, S,
-                len(places), heads, *c.stride()[:3], BS=min(SORTED, padded(each)), BLOCK=scores.block,
+                len(places), heads, *c.stride()[:3], BS=min(SORTED, sizes.width(each)), BLOCK=scores.block,
                 LEFT=left is not None, RIGHT=right is not None, num_warps=4, tensors="any",
             )  # fmt: skip
             yield Lists(some, rows, count)
@@ -111,8 +112,9 @@ class SortedChosen(TritonChosen):
             kernel, (n, -(-G // bg) * B * Hk), *tensors, *more, x.rows, x.counts,
             scores.scale, Tq, x.rows.shape[3], G, x.rows.shape[2], n,
             *(s for y in tensors for s in y.stride()[:3]), *(s for y in grads for s in y.stride()[:3]),
-            KW=width, RW=K - width, VW=V, H=H, BG=bg, BK=padded(width), BR=padded(K - width) if K > width else 1,
-            BV=padded(V), SHARED=shared, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **options,
+            KW=width, RW=K - width, VW=V, H=H, BG=bg, BK=sizes.width(width),
+            BR=sizes.width(K - width) if K > width else 1, BV=sizes.width(V), SHARED=shared,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **options,
             tensors="any",
         )  # fmt: skip
 
@@ -122,7 +124,7 @@ def _tile(G: int, width: int, dtype: torch.dtype, back: bool) -> tuple[int, dict
     products one: with three there is room for one tile of keys, which comes when nothing is multiplied."""
     wide, exact = width > 128, dtype == torch.float32
     if back:
-        return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1 if exact else 5)
+        return min(sizes.width(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1 if exact else 5)
     if exact:
-        return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1)
-    return min(padded(G), 64), dict(BN=64 if G <= 16 or not wide else 32, num_warps=8 if wide else 4, num_stages=5)
+        return min(sizes.width(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1)
+    return min(sizes.width(G), 64), dict(BN=64 if G <= 16 or not wide else 32, num_warps=8 if wide else 4, num_stages=5)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ....kernels.sizes import width
 from ...geometry import ANY_DOCUMENT, Pair, Tokens, once
 from ...geometry.fixed import NOBODY
 from ...merging import Partial, row_sums
@@ -25,7 +26,7 @@ from ..backend import Ask, QueryRows
 from ..canonical import Canonical
 from . import spans, table
 from .backend import TritonBackend
-from .launch import General, apart, of_tokens, padded, put_sums
+from .launch import General, apart, of_tokens, put_sums
 from .plan import TileLists, meet
 from .span_launch import BOUNDARY, OfSpans, fetchable
 from .spans import SpanWork
@@ -132,7 +133,7 @@ def _walk(near: Tokens, far: RowsInBlocks, back: int | None, ahead: int | None, 
 
 
 def _tile(settings: dict[int, TileSettings], q: Tensor, v: Tensor, scores: Scores) -> TileSettings:
-    return table.settings(settings, padded(max(scores.sums or q.shape[3], v.shape[3])), q.dtype)
+    return table.settings(settings, width(max(scores.sums or q.shape[3], v.shape[3])), q.dtype)
 
 
 class InBlocks(General):

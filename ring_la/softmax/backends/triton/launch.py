@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ....kernels import sizes
 from ...geometry import Pair
 from ...scores import Scores
 from ...sums import put, width_with_sums
@@ -53,16 +54,16 @@ class BlockCall:
     @cached_property
     def width(self) -> int:
         """Columns of the wider of K's and V's tiles."""
-        return padded(max(self.q.shape[3], self.v.shape[3]))
+        return sizes.width(max(self.q.shape[3], self.v.shape[3]))
 
     @cached_property
     def shared(self) -> dict[str, Any]:
         """Constants of all kernels, but for a tile's rows and keys."""
         (K, V), dtype = (self.q.shape[3], self.v.shape[3]), self.q.dtype
-        full = dict(FULL_K=padded(K) == K, FULL_V=columns_of_values(K, V) == V)
+        full = dict(FULL_K=sizes.width(K) == K, FULL_V=columns_of_values(K, V) == V)
         precision = "ieee" if dtype == torch.float32 else "tf32"
-        sums = padded(self.of_sums[0].shape[3]) if self.of_sums else 0
-        return dict(BK=padded(K), BV=columns_of_values(K, V), SUMS=sums, PRECISION=precision) | full
+        sums = sizes.width(self.of_sums[0].shape[3]) if self.of_sums else 0
+        return dict(BK=sizes.width(K), BV=columns_of_values(K, V), SUMS=sums, PRECISION=precision) | full
 
     @cached_property
     def strides(self) -> list[int]:
@@ -158,15 +159,10 @@ class General(BlockCall):
         ]  # fmt: skip
 
 
-def padded(width: int) -> int:
-    """Columns of a tile that holds `width`."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def columns_of_values(K: int, V: int) -> int:
     """Columns of a tile of values: up to 64 as many as of keys. Of narrower ones ptxas 12.8 makes products with an
     operand whose address nothing defines (`tests.gpu.check_registers`)."""
-    return max(padded(V), min(padded(K), 64))
+    return max(sizes.width(V), min(sizes.width(K), 64))
 
 
 def _signed(x: int) -> int:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....kernels.sizes import width
 from . import spans, table
-from .launch import BlockCall, OfSums, padded
+from .launch import BlockCall, OfSums
 from .table import TileSettings
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
     """What fetches so many rows of one head of ``x [B, T, H, D]``."""
     from ....kernels.runtime.triton_version import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, width(x.shape[3])])
 
 
 def _numbers(x: Tensor, count: int) -> TensorDescriptor:
