@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # here, before there is a group, which defaults of its functions would keep for good
 
 from ..errors import ArgumentError, PeerError, UnsupportedError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
 
 
 def check_values(r: Recurrence, state: Tensor | None) -> None:
-    """Refuse gates above zero and NaN anywhere, the initial state included; synchronises."""
+    """Refuse gates above zero or without an end, and NaN anywhere, the initial state included; synchronises."""
     for f, x in (*r.inputs._asdict().items(), ("initial_state", state)):
         if x is None:
             continue
@@ -122,3 +123,6 @@ def check_values(r: Recurrence, state: Tensor | None) -> None:
         check_nan(name, x)
         if f == "g" and x.numel() and float(x.max()) > 0:
             raise ArgumentError(name, "log-decays ≤ 0", f"a largest value of {float(x.max()):g}")
+        if f == "g" and x.numel() and float(x.min()) == -math.inf:
+            hint = "A gate of -100 forgets all, too"
+            raise ArgumentError(name, "finite log-decays", "a smallest value of -inf", hint)

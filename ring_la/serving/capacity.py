@@ -71,6 +71,8 @@ class Capacity:
         if self.max_tokens is not None and request.total > self.max_tokens:
             expected = f"at most {self.max_tokens} tokens together with max_tokens"
             raise ArgumentError("prompt", expected, f"{len(ids)} + {request.max_tokens}")
+        if not isinstance(request.stop, (tuple, list)) or not all(isinstance(s, str) and s for s in request.stop):
+            raise ArgumentError("stop", "a tuple of strings, none of them empty", repr(request.stop))
         if request.stop and not text.has_text:
             raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
         request.sampler(None)

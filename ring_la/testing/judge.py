@@ -57,8 +57,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, uneven or silent; a plain refusal is no fault."""
-        return all(f.verdict in ("right", "refused") for f in self.findings)
+        """Whether something is right, and nothing wrong, uneven or silent; a plain refusal of a case is no fault."""
+        verdicts = {f.verdict for f in self.findings}
+        return "right" in verdicts and verdicts <= {"right", "refused"}
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -288,3 +288,24 @@ def test_a_lost_peer_is_named(ranks, how, scan):
         assert message.startswith("PeerError"), message
         assert "no sign of life from rank 1 (global rank 1)" in message
         assert seconds < 15
+
+
+def check_gates(rank: int) -> list[str]:
+    """Gates above zero, NaN and -inf on rank 1 alone."""
+    layout = ring_la.ContextParallel(group(), scan="ring", validate="always").layout(8)
+    q = torch.ones(1, layout.local_length, 1, 4)
+    said = []
+    for bad in (0.5, float("nan"), -float("inf")):
+        g = torch.full((1, layout.local_length, 1), bad if rank == 1 else -0.5)
+        said.append(caught(lambda: ring_la.simple_gla(q, q, q, g, layout=layout)))  # noqa: B023  called at once
+    return said
+
+
+def test_values_of_gates_are_checked_on_request(ranks):
+    for above, nan, without_end in ranks.run(2, check_gates):
+        assert "g: expected log-decays ≤ 0, got a largest value of 0.5" in above
+        assert "NaN" in nan
+        assert (
+            "g: expected finite log-decays, got a smallest value of -inf. A gate of -100 forgets all, too"
+            in without_end
+        )

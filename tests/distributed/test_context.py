@@ -41,6 +41,8 @@ atexit.register(lambda: print("left", threads()))  # runs last
 import torch, torch.distributed as dist, ring_la
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 cp = ring_la.ContextParallel()
+layout = cp.layout(8)
+layout.gather(layout.shard(torch.ones(1, 8, 1)))
 dist.all_reduce(torch.ones(1))
 began = time.monotonic()
 while threads() < 2 and time.monotonic() - began < 60:  # gloo's, which have a name once they run

@@ -217,6 +217,9 @@ def test_the_end_of_a_text_ends_a_completion():
         (Request([3], 0), "^max_tokens: expected"),
         (Request([3], temperature=-1), "^temperature: expected"),
         (Request([3], stop=("x",)), "^stop: expected nothing for a model without a tokenizer"),
+        (Request([3], stop="xy"), "^stop: expected a tuple of strings, none of them empty, got 'xy'"),
+        (Request([3], stop=("",)), "^stop: expected a tuple of strings, none of them empty"),
+        (Request([3], stop=(1,)), "^stop: expected a tuple of strings, none of them empty"),
     ],
 )
 def test_what_cannot_be_completed(request_, message):

@@ -146,7 +146,9 @@ def fails(call: Call, how: str) -> torch.Tensor:
 
 def failing(how: str, ranks=None):
     subject = Subject(functools.partial(fails, how=how), "linear_attention", **SMALL)
-    return judge(subject, sizes=(2,), only=(ONE,), ranks=ranks, timeout=4.0).findings[0]
+    report = judge(subject, sizes=(2,), only=(ONE,), ranks=ranks, timeout=4.0)
+    assert not report.ok, "nothing is right"
+    return report.findings[0]
 
 
 def test_a_refusal_of_all_ranks_is_no_fault_and_one_of_a_single_rank_is(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...context import ShardedLayout
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, describe_tensor
 from ...layout import check_cu_seqlens
 from .call import ModelCall, Targets
 from .loss import fingerprint
@@ -135,11 +136,19 @@ def _check_names(given: dict[str, Any]) -> None:
 
 
 def _check_labels(given: dict[str, Any], shape: tuple[int, int]) -> None:
-    """Labels are one a token."""
+    """Labels are one a token, and what their loss is divided by is a number."""
     for name in ("labels", "shift_labels"):
         x = given.get(name)
         if x is not None and (not isinstance(x, Tensor) or x.shape != shape):
             raise ArgumentError(name, f"[B, T] = {list(shape)}, one label a token", _shape(x))
+        if x is not None and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+            raise ArgumentError(name, "an int tensor", str(x.dtype))
+    n = given.get("num_items_in_batch")
+    if isinstance(n, Tensor):
+        if n.numel() != 1 or n.is_complex() or n.dtype == torch.bool:
+            raise ArgumentError("num_items_in_batch", "a number, how many labels count", describe_tensor(n))
+    elif n is not None and (isinstance(n, bool) or not isinstance(n, (int, float)) or not 0 < n < math.inf):
+        raise ArgumentError("num_items_in_batch", "a number above 0, how many labels count", repr(n))
 
 
 def _tokens(given: dict[str, Any]) -> tuple[str, Tensor]:

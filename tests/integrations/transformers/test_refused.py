@@ -33,6 +33,11 @@ def refused_calls(rank: int) -> list[str]:
         {"cache_position": torch.arange(LENGTH) + 1},
         {"seq_idx": torch.ones_like(x).cumsum(1)},
         {"labels": x[:, 1:]},
+        {"labels": x.float()},
+        {"labels": x, "num_items_in_batch": 0},
+        {"labels": x, "num_items_in_batch": float("nan")},
+        {"labels": x, "num_items_in_batch": "x"},
+        {"labels": x, "num_items_in_batch": torch.ones(2)},
         {"input_ids": ids(2), "position_ids": torch.arange(LENGTH).expand(3, -1)},
         {"input_ids": ids(2), "cu_seqlens": [0, 30, 2 * LENGTH]},
         {"input_ids": x.float()},
@@ -70,7 +75,8 @@ def refused_calls(rank: int) -> list[str]:
 
 def test_refused_calls(ranks):
     names = ["pixel_values", "attention_mask", "labels", "output_attentions", "use_cache", "logits_to_keep"]
-    names += ["position_ids", "cache_position", "seq_idx", "labels", "position_ids", "cu_seqlens"]
+    names += ["position_ids", "cache_position", "seq_idx", *["labels"] * 2, *["num_items_in_batch"] * 4]
+    names += ["position_ids", "cu_seqlens"]
     names += ["input_ids", "input_ids", "position_ids"]
     for said in ranks.run(2, refused_calls):
         assert said == names
