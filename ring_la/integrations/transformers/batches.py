@@ -10,7 +10,7 @@ from torch import Tensor
 from ...context import ShardedLayout
 from ...errors import ArgumentError, DisagreementError, PeerError, RingLAError
 from .call import ModelCall
-from .inputs import read
+from .inputs import Words, read
 from .loss import ROWS
 from .settings import Settings
 
@@ -28,11 +28,11 @@ class Batches:
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._compared = False
 
-    def read(self, arguments: dict[str, Any]) -> tuple[ModelCall, dict[str, Any]]:
+    def read(self, arguments: dict[str, Any], words: Words) -> tuple[ModelCall, dict[str, Any]]:
         """This rank's part of a call. What one rank refuses all refuse; batches are compared as cp.validate says."""
         validate = self.cp.validate
         try:
-            call, local = read(self._layout, arguments)
+            call, local = read(self._layout, arguments, words)
         except RingLAError as error:
             if validate != "never":
                 try:

@@ -23,6 +23,7 @@ from .checks import refuse_by_places
 from .foreign import told_as_theirs
 from .head import loss_in_chunks
 from .in_blocks import in_blocks
+from .inputs import Words
 from .loss import agreed
 from .masks import documents_of_layout
 from .modules import known
@@ -188,7 +189,7 @@ def _prepared(
 ) -> tuple[ModelCall, ModelRun, CacheRecorder | None]:
     """How a call is split, what runs the model in it, and what keeps the cache it is to return."""
     refuse_by_places(model)
-    call, local = split.batches.read(arguments)
+    call, local = split.batches.read(arguments, Words.of(model))
     agree_on_weights(model, call.layout.cp.comm, call.layout.cp.validate)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,25 @@ READ = {
 """Keywords read here."""
 
 
-def read(layouts: Callable, arguments: dict[str, Any]) -> tuple[ModelCall, dict[str, Any]]:
+class Words(NamedTuple):
+    """How many tokens a model has embeddings and logits for; None: it does not say."""
+
+    embedded: int | None
+    told: int | None
+
+    @classmethod
+    def of(cls, model: Any) -> Words:
+        head = model.get_output_embeddings()
+        return cls(getattr(model.get_input_embeddings(), "num_embeddings", None), getattr(head, "out_features", None))
+
+
+def read(layouts: Callable, arguments: dict[str, Any], words: Words) -> tuple[ModelCall, dict[str, Any]]:
     """The call and what the model gets in it.
 
     Args:
         layouts: ``(seq_len, cu_seqlens or None) → ShardedLayout`` for a batch that is whole on every rank.
         arguments: of the model's call, by name; see `parallelize`.
+        words: of the model. Ids and labels are held against them on a CPU, where nobody has to wait for that.
 
     Raises:
         ArgumentError, UnsupportedError: naming the argument.
@@ -46,6 +59,10 @@ def read(layouts: Callable, arguments: dict[str, Any]) -> tuple[ModelCall, dict[
     name, tokens = _tokens(given)
     if name == "input_ids" and tokens.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(name, "int64 or int32 ids", str(tokens.dtype))
+    if name == "input_ids":
+        _check_words(name, tokens, words.embedded)
+    for label in ("labels", "shift_labels"):
+        _check_words(label, given.get(label), words.told, given.get("ignore_index", -100))
     read_batch = _part if "layout" in given else _whole
     call, local = read_batch(layouts, name, tokens, given)
     call.keep = _kept(given, call.layout.seq_len)
@@ -133,6 +150,19 @@ def _check_names(given: dict[str, Any]) -> None:
             raise UnsupportedError(name, "no such keyword on a split sequence", "a value")
     if "output_attentions" in given:
         raise UnsupportedError("output_attentions", "False", "True", "The weights never exist whole")
+
+
+def _check_words(name: str, x: object, words: int | None, ignored: int | None = None) -> None:
+    """Refuse tokens that a vocabulary of so many words has not."""
+    if words is None or not isinstance(x, Tensor) or x.device.type != "cpu" or not x.numel():
+        return
+    if x.dtype not in (torch.int32, torch.int64):
+        return
+    looked_at = (x if ignored is None else x.masked_fill(x == ignored, 0)).numpy()
+    low, high = int(looked_at.min()), int(looked_at.max())
+    if low < 0 or high >= words:
+        other = "" if ignored is None else f", or {ignored}"
+        raise ArgumentError(name, f"tokens of the vocabulary, 0 to {words - 1}{other}", f"{low} to {high}")
 
 
 def _check_labels(given: dict[str, Any], shape: tuple[int, int]) -> None:

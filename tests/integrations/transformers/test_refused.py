@@ -34,6 +34,8 @@ def refused_calls(rank: int) -> list[str]:
         {"seq_idx": torch.ones_like(x).cumsum(1)},
         {"labels": x[:, 1:]},
         {"labels": x.float()},
+        {"labels": torch.where(torch.arange(LENGTH) == 5, 999, x)},  # on one rank alone it would be no token of its own
+        {"input_ids": torch.where(torch.arange(LENGTH) == 5, 999, x)},
         {"labels": x, "num_items_in_batch": 0},
         {"labels": x, "num_items_in_batch": float("nan")},
         {"labels": x, "num_items_in_batch": "x"},
@@ -75,7 +77,7 @@ def refused_calls(rank: int) -> list[str]:
 
 def test_refused_calls(ranks):
     names = ["pixel_values", "attention_mask", "labels", "output_attentions", "use_cache", "logits_to_keep"]
-    names += ["position_ids", "cache_position", "seq_idx", *["labels"] * 2, *["num_items_in_batch"] * 4]
+    names += ["position_ids", "cache_position", "seq_idx", *["labels"] * 3, "input_ids", *["num_items_in_batch"] * 4]
     names += ["position_ids", "cu_seqlens"]
     names += ["input_ids", "input_ids", "position_ids"]
     for said in ranks.run(2, refused_calls):
