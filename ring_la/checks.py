@@ -11,6 +11,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from .autograd import traced
 from .context import ShardedLayout
 from .errors import ArgumentError, describe_tensor
 from .layout import check_cu_seqlens
@@ -46,6 +47,36 @@ def check_above_zero(name: str, value: object) -> None:
     """Refuse what is no finite number above 0."""
     if not is_finite(value) or not value > 0:  # type: ignore[operator]
         raise ArgumentError(name, "a finite number above 0", describe_tensor(value))
+
+
+def check_tokens(name: str, tokens: Tensor, words: int, layout: object, ignored: int | None = None) -> None:
+    """Refuse tokens that a vocabulary of so many words has not, those that are `ignored` aside. They are looked at on a
+    CPU, where nobody has to wait for them, and by a layout that validates always."""
+    always = isinstance(layout, ShardedLayout) and layout.cp.validate == "always"
+    if traced(tokens) or not tokens.numel() or not (always or tokens.device.type == "cpu"):
+        return
+    tokens = tokens if ignored is None else tokens.masked_fill(tokens == ignored, 0)
+    low, high = torch.stack(tokens.aminmax()).tolist()
+    if low < 0 or high >= words:
+        other = "" if ignored is None else f", or {ignored}"
+        raise ArgumentError(name, f"tokens of the vocabulary, 0 to {words - 1}{other}", f"{low} to {high}")
+
+
+def check_total(total: object, name: str = "total") -> float | str | None:
+    """What ranks compare of a number of targets to divide by, after refusing what is none; a GPU's is not looked at."""
+    if isinstance(total, Tensor):
+        if total.numel() != 1 or total.dtype == torch.bool or total.is_complex():
+            raise ArgumentError(name, "one number of targets, above 0", describe_tensor(total))
+        if traced(total) or total.device.type != "cpu":
+            return "a tensor"
+        value: object = total.item()
+    else:
+        value = total
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ArgumentError(name, "a number of targets, above 0", repr(value))
+    return value
 
 
 def check_depth(layer_idx: object, num_layers: object) -> None:

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_block, embedding, fixed, linear
-from ..checks import check_split
+from ..checks import check_split, check_tokens, check_total
 from ..context import ContextParallel, ShardedLayout, agree_on_weights
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..nn import RMSNorm, Routing
 from .block import ResidualBlock
-from .checks import check_chunk, check_targets, check_tokens, check_total
+from .checks import check_chunk, check_targets
 from .config import HybridConfig
 from .loss import IGNORE, cross_entropy_by_block, linear_cross_entropy
 from .rounds import in_rounds, refuse_growing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...checks import check_tokens, check_total
 from ...context import ShardedLayout
-from ...errors import ArgumentError, UnsupportedError, describe_tensor
+from ...errors import ArgumentError, UnsupportedError
 from ...layout import check_cu_seqlens
 from .call import ModelCall, Targets
 from .loss import fingerprint
@@ -59,10 +59,13 @@ def read(layouts: Callable, arguments: dict[str, Any], words: Words) -> tuple[Mo
     name, tokens = _tokens(given)
     if name == "input_ids" and tokens.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(name, "int64 or int32 ids", str(tokens.dtype))
-    if name == "input_ids":
-        _check_words(name, tokens, words.embedded)
+    layout, ignored = given.get("layout"), given.get("ignore_index", -100)
+    if name == "input_ids" and words.embedded is not None:
+        check_tokens(name, tokens, words.embedded, layout)
     for label in ("labels", "shift_labels"):
-        _check_words(label, given.get(label), words.told, given.get("ignore_index", -100))
+        x = given.get(label)
+        if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and words.told is not None:
+            check_tokens(label, x, words.told, layout, ignored)
     read_batch = _part if "layout" in given else _whole
     call, local = read_batch(layouts, name, tokens, given)
     call.keep = _kept(given, call.layout.seq_len)
@@ -152,19 +155,6 @@ def _check_names(given: dict[str, Any]) -> None:
         raise UnsupportedError("output_attentions", "False", "True", "The weights never exist whole")
 
 
-def _check_words(name: str, x: object, words: int | None, ignored: int | None = None) -> None:
-    """Refuse tokens that a vocabulary of so many words has not."""
-    if words is None or not isinstance(x, Tensor) or x.device.type != "cpu" or not x.numel():
-        return
-    if x.dtype not in (torch.int32, torch.int64):
-        return
-    looked_at = (x if ignored is None else x.masked_fill(x == ignored, 0)).numpy()
-    low, high = int(looked_at.min()), int(looked_at.max())
-    if low < 0 or high >= words:
-        other = "" if ignored is None else f", or {ignored}"
-        raise ArgumentError(name, f"tokens of the vocabulary, 0 to {words - 1}{other}", f"{low} to {high}")
-
-
 def _check_labels(given: dict[str, Any], shape: tuple[int, int]) -> None:
     """Labels are one a token, and what their loss is divided by is a number."""
     for name in ("labels", "shift_labels"):
@@ -173,12 +163,7 @@ def _check_labels(given: dict[str, Any], shape: tuple[int, int]) -> None:
             raise ArgumentError(name, f"[B, T] = {list(shape)}, one label a token", _shape(x))
         if x is not None and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
             raise ArgumentError(name, "an int tensor", str(x.dtype))
-    n = given.get("num_items_in_batch")
-    if isinstance(n, Tensor):
-        if n.numel() != 1 or n.is_complex() or n.dtype == torch.bool:
-            raise ArgumentError("num_items_in_batch", "a number, how many labels count", describe_tensor(n))
-    elif n is not None and (isinstance(n, bool) or not isinstance(n, (int, float)) or not 0 < n < math.inf):
-        raise ArgumentError("num_items_in_batch", "a number above 0, how many labels count", repr(n))
+    check_total(given.get("num_items_in_batch"), "num_items_in_batch")
 
 
 def _tokens(given: dict[str, Any]) -> tuple[str, Tensor]:
