@@ -1,4 +1,4 @@
-// What the fused kernels that go 32 tokens at a time share: tiles of tokens, their pairs, and the state on its way through a span.
+// What the fused kernels that go 32 tokens at a time share: tiles of tokens and their pairs.
 #pragma once
 #include "spans.cuh"
 
@@ -39,49 +39,4 @@ template <bool FP16 = false> INLINE void add_pairs_back(float* X, const u32 (&x)
       ldm_trans(p, p_at + pair_place(16 * m + rt, 2 * jb + ct));
       mma<FP16>(X + 8 * jb, x[m], p[0], p[1]); mma<FP16>(X + 8 * jb + 4, x[m], p[2], p[3]);
     }
-}
-
-// -- the state, [V, K], 16 of its rows a warp --------------------------------------------------------------------------
-
-// The registers of a state as a left operand
-template <bool FP16 = false> INLINE void as_operand(u32 (&f)[8][4], const float (&S)[16][4]) {
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      f[ks][i] = pack<FP16>(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
-}
-// The state, of which `f` are this warp's rows, as the backward reads it, by the copy engine from 4 KB of shared memory
-INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lane) {
-  const int row = (lane & 7) + (((lane >> 3) & 1) << 3), col = lane >> 4;
-  if (lane == 0) copied_out();
-  __syncwarp();
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) stm(f[ks], stage + (ks >> 2) * 2048 + row * 128 + swz(row, (2 * ks + col) & 7));
-  proxy_fence();
-  __syncwarp();
-  if (lane == 0) {
-    copy_out(to + w * 2048, stage, 2048);
-    copy_out(to + 16384 + w * 2048, stage + 2048, 2048);
-    copy_out_all();
-  }
-}
-
-// sum_V S dS of 16 channels of K from chunk kc on: those of rows lane / 4 and 8 more
-template <bool FP16 = false> INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2;
-  float y[2][4] = {};
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    u32 p[4], q[4];
-    ldm_trans(p, state + state_place(ks * 16 + rb, kc + cb));
-    ldm_trans(q, adjoint + state_place(ks * 16 + rt, kc + ct));
-    mma<FP16>(y[0], p, q[0], q[1]); mma<FP16>(y[1], p, q[2], q[3]);
-  }
-  const int from = (lane & ~3) | (r >> 1);
-  const float a0 = __shfl_sync(~0u, y[0][0], from), a1 = __shfl_sync(~0u, y[0][1], from);
-  const float b0 = __shfl_sync(~0u, y[1][2], from), b1 = __shfl_sync(~0u, y[1][3], from);
-  out[0] = r & 1 ? a1 : a0;
-  out[1] = r & 1 ? b1 : b0;
 }

@@ -185,7 +185,30 @@ INLINE int forgetting(const Args& a, int t, int step, int h, u32 said, int w, in
 // does not.
 INLINE int chunks_to_skip(int forgets) { return forgets > 0 ? 2 - forgets : 2; }
 
-// The gates of token i and this lane's four channels, in rows of 512 bytes
+// Ask for the gates of 16 tokens from t on, in rows of 512 bytes; those from `end` on are zero. By one warp.
+INLINE void load_gates(const Args& a, int t, int end, int h, u32 at, int lane) {
+#if GATE_BF16
+  const int row = lane >> 4, j = lane & 15, live = end - t - row;
+  const u64 sv = (u64)a.H * (D * 2);
+  const char* g = (const char*)a.g + (u64)(t + row) * sv + h * (D * 2) + j * 16;
+#pragma unroll 2
+  for (int i = 0; i < 8; i++) {
+    const bool ok = 2 * i < live;
+    cp16(at + (2 * i + row) * 512 + j * 16, ok ? g : (const char*)a.g, ok);
+    g += 2 * sv;
+  }
+#else
+  const u64 sv = (u64)a.H * (D * 4);
+  const char* g = (const char*)a.g + (u64)t * sv + h * (D * 4) + lane * 16;
+#pragma unroll 4
+  for (int i = 0; i < 16; i++) {
+    const bool ok = t + i < end;
+    cp16(at + i * 512 + lane * 16, ok ? g : (const char*)a.g, ok);
+    g += sv;
+  }
+#endif
+}
+// The gates of token i and this lane's four channels, where they lie then
 INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
 #if GATE_BF16
   u32 r[2];

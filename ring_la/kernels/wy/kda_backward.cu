@@ -94,23 +94,7 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
     cp16(at + OFF_X + by_value(r, j), ok ? o : (const char*)b.dout, ok && wanted);
     q += 2 * sk; o += 2 * sv;
   }
-#if GATE_BF16
-  const char* g = (const char*)a.g + (u64)(t + row) * sv + h * (D * 2) + j * 16;
-#pragma unroll 2
-  for (int i = 0; i < 8; i++) {
-    const bool ok = 2 * i < live;
-    cp16(at + OFF_G + (2 * i + row) * 512 + j * 16, ok ? g : (const char*)a.g, ok);
-    g += 2 * sv;
-  }
-#else
-  const char* g = (const char*)a.g + (u64)t * (sv * 2) + h * (D * 4) + lane * 16;
-#pragma unroll 4
-  for (int i = 0; i < 16; i++) {
-    const bool ok = t + i < end;
-    cp16(at + OFF_G + i * 512 + lane * 16, ok ? g : (const char*)a.g, ok);
-    g += 2 * sv;
-  }
-#endif
+  load_gates(a, t, end, h, at + OFF_G, lane);
 #if !MAPS
   const char* w = (const char*)(a.kept_W + kept_at(a, chunk, h) * (C * D)) + lane * 16;
 #pragma unroll 2
@@ -340,14 +324,6 @@ INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32
   return skip;
 }
 
-// Twice dS in bf16: as operands `f` of this warp's rows, and for all warps as a tile
-INLINE void operands(u32 (&f)[8][4], const float (&S)[16][4]) {
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) f[ks][i] = pack(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
-}
-
 // Where a lane of a warp that carries dS finds what it reads in the first slot
 struct Places {
   u32 pairs, turned;            // of P, N, dP, dA; of the same as they stand
@@ -407,25 +383,6 @@ INLINE void sum_from_right(float (&x)[4], int t) {
   all += __shfl_xor_sync(~0u, all, 2);
   x[3] += eb; x[2] += x[3];
   x[1] += ea + all; x[0] += x[1];
-}
-
-// sum_V S dS of 16 channels of K from chunk kc on: those of rows lane / 4 and 8 more
-INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
-  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2;
-  float y[2][4] = {};
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    u32 p[4], q[4];
-    ldm_trans(p, state + state_place(ks * 16 + rb, kc + cb));
-    ldm_trans(q, adjoint + state_place(ks * 16 + rt, kc + ct));
-    mma(y[0], p, q[0], q[1]); mma(y[1], p, q[2], q[3]);
-  }
-  const int from = (lane & ~3) | (r >> 1);
-  const float a0 = __shfl_sync(~0u, y[0][0], from), a1 = __shfl_sync(~0u, y[0][1], from);
-  const float b0 = __shfl_sync(~0u, y[1][2], from), b1 = __shfl_sync(~0u, y[1][3], from);
-  out[0] = r & 1 ? a1 : a0;
-  out[1] = r & 1 ? b1 : b0;
 }
 
 // The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S^T, then dR S^T; Z: W dS^T; to: where those of row lane / 2
@@ -548,7 +505,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
       u32 dout[4], dr[4];
       {
         u32 f[8][4];
-        operands(f, S);
+        as_operand(f, S);
         wg_fence();
 #pragma unroll
         for (int ks = 0; ks < 8; ks++)

@@ -70,23 +70,7 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at
     cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok && values);
     q += 2 * sk; v += 2 * sv;
   }
-#if GATE_BF16
-  const char* g = (const char*)a.g + (u64)(t + row) * sv + h * (D * 2) + j * 16;
-#pragma unroll 2
-  for (int i = 0; i < 8; i++) {
-    const bool ok = 2 * i < live;
-    cp16(at + OFF_G + (2 * i + row) * 512 + j * 16, ok ? g : (const char*)a.g, ok);
-    g += 2 * sv;
-  }
-#else
-  const char* g = (const char*)a.g + (u64)t * (sv * 2) + h * (D * 4) + lane * 16;
-#pragma unroll 4
-  for (int i = 0; i < 16; i++) {
-    const bool ok = t + i < end;
-    cp16(at + OFF_G + i * 512 + lane * 16, ok ? g : (const char*)a.g, ok);
-    g += 2 * sv;
-  }
-#endif
+  load_gates(a, t, end, h, at + OFF_G, lane);
 }
 
 // kg and qg over k and q, kd over g, ki to its place. E: e^GL.

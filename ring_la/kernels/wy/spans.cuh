@@ -3,7 +3,7 @@
 // that are cut evenly but for one span how many tokens that has: the first, or with a minus sign the last (OUTER). The last has what is
 // left.
 #pragma once
-#include "hopper.cuh"
+#include "state.cuh"
 
 #ifndef A_ROW // of spans, where there is no table
 #define A_ROW (a.count / a.pieces)
@@ -90,17 +90,6 @@ template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forw
   }
 }
 
-// Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
-INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
-// Where the next chunks 0, 2, 4 and 6 of such a row lie, given where its chunk 0 or 1 does (`at`): one bit pattern each, found once
-INLINE void turned(u32 (&to)[4], u32 at) {
-#pragma unroll
-  for (int ks = 0; ks < 4; ks++) to[ks] = at ^ (ks << 5);
-}
-
-// Where 8 channels of K, chunk 0 to 15, of row v of a state [V, K] lie: an operand of wgmma as it is.
-INLINE u32 state_place(int v, int chunk) { return (u32)((chunk >> 3) * 16384 + v * 128) + swz(v, chunk & 7); }
-
 // Empty pieces, which no span sees: those behind a piece, and before the first, leave what enters. By 256 threads.
 template <class Args> INLINE void leave_empty(const Args& a, int piece, int h, int i) {
   if (!a.table) return;
@@ -110,39 +99,6 @@ template <class Args> INLINE void leave_empty(const Args& a, int piece, int h, i
   };
   if (a.cu[piece] == 0) for (int p = piece - 1; p >= 0; p--) copy(p);
   for (int p = piece + 1; p < a.pieces && a.cu[p] == a.cu[p + 1]; p++) copy(p);
-}
-
-// -- a state on its way, [V, K] by eight warps, 16 of its rows a warp ------------------------------------------------
-// S [16 tiles of 8 columns][4]: rows v0 + lane / 4 (and 8 more), columns 2 (lane % 4) and 1 more of each tile
-
-INLINE void begin_with(float (&S)[16][4], const float* from, int w, int lane) {  // [K, V]; null: zero
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
-}
-
-INLINE void put_state(const float (&S)[16][4], float* to, int w, int lane) {  // [K, V]
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
-}
-
-// Where state i of many lies, as these warps hold it
-INLINE float4* held(const float* all, u64 i, int w, int lane) { return (float4*)(all + i * (D * D)) + w * 32 + lane; }
-INLINE void store(const float (&S)[16][4], float4* to) {
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-}
-INLINE void load(float (&S)[16][4], const float4* from) {
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++) {
-    const float4 y = __ldcg(from + nt * 256);
-    S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
-  }
 }
 
 // What span s leaves, once it has
@@ -172,55 +128,6 @@ INLINE void leave(const float (&S)[16][4], const Args& a, int piece, int over, i
 // -- several passes --------------------------------------------------------------------------------------------------
 // A span that waits goes over its tokens from zero (what it leaves then is S') and from the identity (Phi) before the state
 // that enters is there, so that the state it leaves is a product once it is.
-
-INLINE void identity(float (&S)[16][4], int w, int lane) {
-  const int row = w * 16 + (lane >> 2), column = 2 * (lane & 3);
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) S[nt][e] = row + (e >> 1) * 8 == nt * 8 + column + (e & 1);
-}
-// Phi^T, [K, K] in two bf16 parts of 32 KB, to `at`, where nothing else lies as yet
-INLINE void keep_map(const float (&S)[16][4], u32 at, int w, int lane) {
-  between_warps();  // all slots are empty
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int r = w * 16 + (lane >> 2) + e * 8;
-      const u32 to = at + (nt >> 3) * 16384 + r * 128 + swz(r, nt & 7) + (lane & 3) * 4;
-      const u32 high = pack(S[nt][2 * e], S[nt][2 * e + 1]);
-      sts32(to, high);
-      sts32(to + 32768, pack(S[nt][2 * e] - lo(high), S[nt][2 * e + 1] - hi(high)));
-    }
-  proxy_fence();
-  between_warps();
-}
-
-// S += what lies at `from`, a state or a map, times the map at `at`
-INLINE void add_mapped(float (&S)[16][4], const float4* from, u32 at) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {  // of what lies there: registers do not hold all of it
-    u32 high[4][4], low[4][4];
-#pragma unroll
-    for (int nt = 0; nt < 8; nt++) {
-      const float4 y = __ldcg(from + (8 * half + nt) * 256);
-      u32 *x = high[nt >> 1] + 2 * (nt & 1), *z = low[nt >> 1] + 2 * (nt & 1);
-      x[0] = pack(y.x, y.y); x[1] = pack(y.z, y.w);
-      z[0] = pack(y.x - lo(x[0]), y.y - hi(x[0])); z[1] = pack(y.z - lo(x[1]), y.w - hi(x[1]));
-    }
-    wg_fence();
-#pragma unroll
-    for (int ks = 0; ks < 4; ks++) {
-      const u64 first = descriptor(at + (4 * half + ks) * 2048, 16384, 1024);
-      wgmma128(S, high[ks], first);
-      wgmma128(S, low[ks], first);
-      wgmma128(S, high[ks], descriptor(at + 32768 + (4 * half + ks) * 2048, 16384, 1024));
-    }
-    wg_commit();
-    wg_wait(S);
-  }
-}
 
 // What span s leaves, S' (at `own`) + S Phi (Phi at `at`), to `states`, S being what span `from` leaves; `open` then lets the
 // last pass begin, from what span `before` leaves, which S is then.
