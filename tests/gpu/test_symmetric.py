@@ -58,6 +58,8 @@ def groups() -> dict[str, Group]:
 
 @functools.lru_cache
 def context(P: int, scan: str, transport: str) -> ring_la.ContextParallel:
+    if transport == "auto" and torch.cuda.device_count() < P:
+        transport = "symmetric"  # ranks that share a GPU have mailboxes where they are asked for alone
     return ring_la.ContextParallel(pool.group(P), scan=scan, transport=transport)
 
 
