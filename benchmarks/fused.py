@@ -62,7 +62,7 @@ def gates_times(copy: float) -> Iterator[Row]:
         a = torch.randn(1, 32768, *sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         A_log, bias = (torch.randn(n, device="cuda", requires_grad=True) for n in (32, sizes[0]))
         moved = 6 * a.numel(), 8 * a.numel()
-        plain = lambda *x: log_decay.plain_log_decay(*x, 1.0, 1.0)  # noqa: E731
+        plain = lambda *x: log_decay.plain_log_decay(*x, 1.0, 1.0, False)  # noqa: E731
         yield timed(f"decay {sizes[0]}", log_decay.decay_gate, plain, [a, A_log, bias], moved, copy)
     o, z = (torch.randn(1, 32768, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     weight = torch.randn(128, device="cuda", requires_grad=True)

@@ -5,7 +5,8 @@
 An entry is a class's name and, for each function its forward calls that crosses the sequence, ours by the same name:
 ``operator(call, *args, **keywords)`` with the library's arguments and result. A parallelized mixer runs its own forward
 with these names bound to ours; projections, gates, norms and the cache's book-keeping stay its own. What an entry
-misses the probe finds. One that depends on what its layer says is an `OfLayer`. A mixer that crosses the sequence in the middle of its forward has a forward of ours instead:
+misses the probe finds. One that depends on what its layer says is an `OfLayer`. A mixer that crosses the sequence in
+the middle of its forward has a forward of ours instead:
 ``forward(call, layer, *args, **keywords)``.
 """
 
