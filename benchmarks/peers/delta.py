@@ -80,9 +80,11 @@ def fla(name: str) -> Peer | None:
 
     def call(x: Inputs) -> Results:
         cu = several(x)
-        function = chunk_kda if name in KDA else chunk_gated_delta_rule
-        arguments = (x[n] for n in ("q", "k", "v", "g", "beta"))
-        return function(*arguments, cu_seqlens=None if cu is None else cu.long(), **states_of(x))
+        arguments, more = [x[n] for n in ("q", "k", "v", "g", "beta")], states_of(x)
+        more["cu_seqlens"] = None if cu is None else cu.long()
+        if name in KDA:
+            return chunk_kda(*arguments, safe_gate=True, **more)  # gates are of at least BOUND, as it wants them
+        return chunk_gated_delta_rule(*arguments, **more)
 
     return Peer(call) if name in KDA + GDN else None
 
