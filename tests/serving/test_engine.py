@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, Buckets, ContextParallel, UnsupportedError
+from ring_la.capturing.surroundings import Surroundings
 from ring_la.inference import Sampler, generate, key_store
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, seats
 from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, HybridByBlock, NewToken, NoText, Request, static
 from ring_la.serving.static import StaticBatch
 from ring_la.serving.waiting import Busy
-from ring_la.surroundings import Surroundings
 from tests.serving.engines import FIXED, LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import make
 from tests.support.pool import group

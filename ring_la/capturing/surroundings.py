@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .errors import UnsupportedError
+from ..errors import UnsupportedError
 
 PLAIN = (int, float, bool, str, type(None))
 Names = dict[str, Callable[[], Any]]
