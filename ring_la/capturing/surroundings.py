@@ -57,9 +57,10 @@ class HeldPlace(NamedTuple):
 
     def moved(self) -> str | None:
         """What is wrong, if it is no longer there."""
+        elsewhere = self.address and self.held.data_ptr() != self.address
         if self.holder.get(self.key) is not self.held:
             return "another one"
-        return "the same at another address" if self.address and self.held.data_ptr() != self.address else None
+        return "the same at another address" if elsewhere else None
 
 
 class HeldNumber(NamedTuple):
