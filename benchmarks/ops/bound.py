@@ -99,9 +99,9 @@ def check(gate: str) -> dict[str, object]:
     x = inputs(256, 4, gate)
     true = results(x, None, ring_la.reference.kda, wide=True)
     row: dict[str, object] = {"gate": gate, "T": 256, "H": 4}
-    from ring_la.kernels.wy import span_call
+    from ring_la.kernels import gpu
 
-    with mock.patch.object(span_call, "multiprocessors", return_value=16):  # spans of 64 tokens
+    with mock.patch.object(gpu, "multiprocessors", return_value=16):  # spans of 64 tokens
         row["bound"] = errors(results(x, -5.0), true)
     row["plain"] = errors(results(x, None), true)
     if not cudnn.unsupported():

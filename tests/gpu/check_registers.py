@@ -33,12 +33,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
-from ring_la.kernels import in_order
+from ring_la.kernels import gpu, in_order
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs, Local, OutputUse, SpanMaps
 from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
-from ring_la.kernels.scalar_decay import operands
 from ring_la.kernels.spans import plan, table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.runs import Runs
@@ -266,7 +265,7 @@ def launches(rules: list[str]) -> Iterator[tuple[str, list]]:
 def prepare(arch: int = 90) -> None:
     """Small inputs take the ways of large ones, and of an H200 or another GPU."""
     table.LEAST_CHUNKS, table.SAVED_WEIGHED, plan.hopper = 1, 0, lambda device: arch == 90
-    plan.little_shared, operands._copies = lambda device: SHARED[arch] < 128, lambda device: arch >= 90
+    plan.little_shared, gpu.copies_tiles = lambda device: SHARED[arch] < 128, lambda device: arch >= 90
 
 
 def compiled(kernel, args: tuple, constants: dict, arch: int = 90):

@@ -15,9 +15,10 @@ interpreted()
 import ring_la  # noqa: E402
 from ring_la import nn  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels import gpu  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs, Mail, OutputUse  # noqa: E402
 from ring_la.kernels.spans import dense  # noqa: E402
-from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch, span_call  # noqa: E402
+from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 
 SPLIT = OutputUse(saved=True)
@@ -130,7 +131,7 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, middle, 
         (gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, kernel)
-    monkeypatch.setattr(span_call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(gdn_launches, "zeros", lambda count, device: q)
     monkeypatch.setattr(across, "clear", lambda x: launches.append("clear"))
     monkeypatch.setattr(dense, "launch", lambda *args, **constants: launches.append("scan"))

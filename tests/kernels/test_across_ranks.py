@@ -33,8 +33,8 @@ H = 4
 
 def emulated() -> ExitStack:
     """The kernels, and what chooses them, as on a GPU."""
-    from ring_la.kernels import choice, families
-    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch, span_call
+    from ring_la.kernels import choice, families, gpu
+    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch
 
     changes = ExitStack()
 
@@ -48,7 +48,7 @@ def emulated() -> ExitStack:
 
     change(choice, unsupported=lambda rule, x, recurrent=False: families.unsupported(rule, x))
     change(one_launch, unsupported=lambda inputs, packed: "", LEAST=0)
-    change(span_call, multiprocessors=lambda device: 10**6)
+    change(gpu, multiprocessors=lambda device: 10**6)
     for module in (gdn_launches, kda_launches):
         change(module, side_by_side=lambda programs, device: False)
     change(gdn_launches, zeros=hopper.Emulated.zeros)

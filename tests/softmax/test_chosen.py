@@ -10,6 +10,7 @@ import torch
 
 import ring_la
 from ring_la import reference
+from ring_la.kernels import gpu
 from ring_la.layout import Layout
 from ring_la.softmax import call
 from ring_la.softmax.backends import Ask, QueryRows, choose_for_chosen, chosen, latents
@@ -65,7 +66,7 @@ def compared(P: int) -> list[str]:
 
 
 def test_which_kernel_is_taken(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     facts = {"latents": (16, 1, 576, 512), "keys": (16, 1, 64, 64), "blocks": (64, 4, 128, 128)}
     taken = {"latents": "triton_sorted", "keys": "triton", "blocks": "triton"}
     for name, numbers in facts.items():
