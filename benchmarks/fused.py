@@ -17,7 +17,8 @@ from benchmarks.rows import Rows
 from ring_la.kernels.fused import ahead, cross_entropy, discretise, log_decay, short_conv, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
-from .ops.measure import bandwidth, milliseconds, peak
+from .ops.measure import bandwidth, milliseconds
+from .timing import peak
 
 Row = dict
 
@@ -36,7 +37,7 @@ def timed(what: str, ours: Callable, plain: Callable, given: list[Tensor], moved
         def both(function=function, do=do) -> None:
             torch.autograd.grad(function(*given), [t for t in given if t.requires_grad], do, allow_unused=True)
 
-        row[name] = [milliseconds(forward), milliseconds(both), peak(both)]
+        row[name] = [milliseconds(forward), milliseconds(both), round(peak(both), 3)]
     return row
 
 

@@ -27,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from . import ROOT, environment
+from .rows import save
 from .script import config, load
 
 PARTS = {
@@ -67,7 +68,7 @@ def main() -> None:
     names = args.parts or list(PARTS)
     limit = args.limit or sum(PARTS[name][1] for name in names)
     options = {name: options_of(name, args.gpus) + args.more for name in names}
-    results = run(options, args.gpus, limit, lambda found: Path(args.out).write_text(json.dumps(found, indent=1)))
+    results = run(options, args.gpus, limit, lambda found: save(args.out, found))
     for name, result in results.items():
         steps = result["steps"]
         last = steps[-1] if steps else result["tail"][-3000:]

@@ -41,6 +41,7 @@ from ring_la.cli.options import count
 from ring_la.errors import ArgumentError
 
 from .. import ROOT, environment, script
+from ..rows import save
 from ..training import kernels, logged, watch
 from .documents import long_tailed
 from .report import about, line
@@ -129,7 +130,7 @@ def on_rank(args: argparse.Namespace, device: Any, began: Any = None) -> Any:
     train = script.load()
     trainer = train.Trainer(script.config(train, options(args, folder, first)), device, began)
     if first:
-        (folder / "about.json").write_text(json.dumps(about(args, trainer), indent=1))
+        save(folder / "about.json", about(args, trainer))
     trainer.train()
     return trainer
 
@@ -215,7 +216,7 @@ def keep(args: argparse.Namespace, outcome: str, shown: int) -> int:
         found |= {"starts": logged(folder / "starts.jsonl"), "steps": steps}
         if outcome != "under way":
             found |= kernels(folder / "profile" / "rank-0.json")
-        args.out.write_text(json.dumps(found, indent=1))
+        save(args.out, found)
     return len(steps)
 
 

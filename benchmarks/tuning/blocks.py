@@ -23,9 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 from ring_la.softmax.backends.triton import chosen_blocks
 from ring_la.softmax.backends.triton.table import TileSettings
 
-from ..chosen import Case, apart, blocks, timed
+from ..chosen import Case, blocks, timed
+from ..errors import worst_error
 from ..options import need_gpus
-from ..rows import Rows
+from ..rows import Rows, machine, reason
 
 TILES: dict[str, tuple[TileSettings, ...]] = {
     "FORWARD": (
@@ -65,10 +66,10 @@ def tiles(case: Case, names: list[str]) -> Iterator[Row]:
                 with patch.object(chosen_blocks, name, tile):
                     got = results(case)
                     want = want or got
-                    row["error"] = max(apart(a, b) for a, b in zip(got, want))
+                    row["error"] = worst_error(got, want)
                     row |= timed(case.arms["triton_blocks"](), case, back=name != "FORWARD")
             except Exception as error:  # what does not fit a multiprocessor is a line, too
-                row["failed"] = f"{type(error).__name__}: {str(error)[:160]}"
+                row["failed"] = reason(error)
             yield row
 
 
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, found = time.monotonic(), Rows(args.out, gpu=torch.cuda.get_device_name())
+    began, found = time.monotonic(), Rows(args.out, **machine())
     case = blocks(args.tokens, 64, 4, 128, 32, 64, ["triton_blocks"])
     for row in chain(map(kernels, [case]), tiles(case, args.kernels)):
         found.add(row)

@@ -30,8 +30,9 @@ from ring_la.kernels.scalar_decay import attend
 from ring_la.kernels.spans import table
 from ring_la.kernels.wy import one_launch
 
+from ..errors import relative_error
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
-from ..ops.measure import error, graph_times, host_microseconds, results
+from ..ops.measure import graph_times, host_microseconds, results
 from ..options import need_gpus
 
 Op = Callable[[Inputs], Results]
@@ -137,7 +138,7 @@ def errors(question: Question, arm: Arm, shape: Shape, device: str = "cuda") -> 
     true = results(question.truth, x | wide)
     with arm.set():
         got = results(arm.function, x)
-    return {n: float(f"{error(got[n], true[n]):.2e}") for n in true}
+    return {n: float(f"{relative_error(got[n], true[n]):.2e}") for n in true}
 
 
 def times(question: Question, arm: Arm, shape: Shape) -> dict[str, Any]:
