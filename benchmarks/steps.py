@@ -27,14 +27,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 import ring_la
 from benchmarks.options import join_gpus, need_gpus
 
 from .rows import machine, save
 from .step_cases import StepCase, decoding, denoising, qwen3_next, training
-from .timing import largest, wall
+from .timing import kernels, largest, wall
 
 WARM, MOST = 6, 20
 """Calls before the clock starts; calls of a median."""
@@ -49,19 +48,6 @@ def median(run: Callable[[], object], seconds: float) -> float:
             dist.barrier()
         times.append(wall(run))
     return 1e3 * statistics.median(largest(times))
-
-
-def kernels(run: Callable[[], object]) -> tuple[float, list[tuple[str, float, float]]]:
-    """Milliseconds of the kernels of a call, one after the other; each kernel's name, calls and microseconds, the
-    longest first."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as p:
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-    each = [(e.key[:80], e.count / 3, round(e.self_device_time_total / 3, 1)) for e in p.key_averages()]
-    each = sorted((row for row in each if row[2]), key=lambda row: -row[2])
-    return sum(time for *_, time in each) / 1e3, each
 
 
 def case_of(options: argparse.Namespace, cp: ring_la.ContextParallel | None) -> StepCase:
@@ -115,10 +101,11 @@ def measure(options: argparse.Namespace) -> None:
             run = functools.partial(step, *case.arguments)
             found[f"{name}, first calls, s"] = round(WARM * wall(run, WARM), 1)
             found[name] = round(median(run, options.seconds), 3)
-            total, each = kernels(run)
-            found[f"kernels of {name}"] = round(total, 3)
+            each = kernels(run, calls=3)
+            found[f"kernels of {name}"] = round(sum(us for *_, us in each) / 1e3, 3)
             if options.table:
-                found[f"longest kernels of {name}"] = each[: options.table]
+                longest = [(kernel, count, round(us, 1)) for kernel, count, us in each[: options.table]]
+                found[f"longest kernels of {name}"] = longest
         except Exception as error:  # a way that fails is a result, and the others are measured
             found[name] = f"{type(error).__name__}: {error}"[:600]
         if int(os.environ.get("RANK", 0)) == 0:

@@ -1,8 +1,8 @@
 """The clocks of all benchmarks: of one device, of the host, and of calls that ranks make together.
 
 On one device: `elapsed` by events around calls in a row, `gaps` by events between them, `medians` of calls in turns,
-`wall` and `host` by the host's clock, `graph_of` what is timed as a replay; and `peak`, what a call takes of memory. Of
-ranks: the slowest one's time, arms in turns, no barrier inside what is timed.
+`wall` and `host` by the host's clock, `graph_of` what is timed as a replay; `kernels` of a call by the profiler, and
+`peak`, what it takes of memory. Of ranks: the slowest one's time, arms in turns, no barrier inside what is timed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from ring_la.comm import Group
 
@@ -101,6 +102,21 @@ def peak(step: Step) -> float:
     step()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def kernels(step: Step, calls: int = 1) -> list[tuple[str, float, float]]:
+    """What the profiler sees of a call on this GPU: each kernel's name, how often it runs and its microseconds, the
+    longest first; the mean of `calls` in a row."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[float, float]] = {}
+    for e in seen.key_averages():
+        count, us = found.get(e.key[:80], (0.0, 0.0))
+        found[e.key[:80]] = count + e.count / calls, us + e.self_device_time_total / calls
+    return sorted(((name, *of) for name, of in found.items() if of[1]), key=lambda kernel: -kernel[2])
 
 
 def graph_of(step: Step, warm: int = 0, mode: str = "global") -> torch.cuda.CUDAGraph:

@@ -19,14 +19,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from . import ROOT, environment
+from . import ROOT, environment, torchrun
 from .rows import save
 from .script import config, load
 
@@ -100,8 +99,7 @@ def run(options: dict[str, list[str]], gpus: int, limit: float, keep: Callable[[
                 for n, x in lines.items()
             }
 
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-        command += ["-m", "benchmarks.training", "--inside", str(todo)]
+        command = torchrun(gpus, "benchmarks.training", "--inside", str(todo))
         watched = environment(PYTHONFAULTHANDLER="1")  # SIGABRT leaves the stacks
         with open(log, "w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=watched)

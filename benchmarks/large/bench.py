@@ -31,7 +31,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +39,7 @@ from typing import Any
 from ring_la.cli.options import count
 from ring_la.errors import ArgumentError
 
-from .. import ROOT, environment, script
+from .. import ROOT, environment, script, torchrun
 from ..rows import save
 from ..training import kernels, logged, watch
 from .documents import long_tailed
@@ -180,8 +179,7 @@ def start(args: argparse.Namespace) -> int:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.gpus)]
-    command += ["-m", "ring_la", "bench", "large", *words(args)]
+    command = torchrun(args.gpus, "ring_la", "bench", "large", *words(args))
     shown = 0
 
     def moving() -> None:

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from ring_la.softmax.backends.triton import chosen_blocks
 from ring_la.softmax.backends.triton.table import TileSettings
@@ -27,6 +26,7 @@ from ..chosen import Case, blocks, timed
 from ..errors import worst_error
 from ..options import need_gpus
 from ..rows import Rows, machine, reason
+from ..timing import kernels
 
 TILES: dict[str, tuple[TileSettings, ...]] = {
     "FORWARD": (
@@ -47,14 +47,10 @@ def results(case: Case) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, case.x, torch.ones_like(o))]
 
 
-def kernels(case: Case) -> Row:
-    """ms of each kernel of both passes."""
+def longest(case: Case) -> Row:
+    """ms of the longest kernels of both passes."""
     results(case)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        results(case)
-        torch.cuda.synchronize()
-    found = {e.key[:60]: round(e.device_time_total / 1e3, 3) for e in seen.key_averages()}
-    return dict(kernels=dict(sorted(found.items(), key=lambda pair: -pair[1])[:16]))
+    return dict(kernels={name: round(us / 1e3, 3) for name, _, us in kernels(lambda: results(case))[:16]})
 
 
 def tiles(case: Case, names: list[str]) -> Iterator[Row]:
@@ -83,7 +79,7 @@ def main() -> None:
     need_gpus(parser)
     began, found = time.monotonic(), Rows(args.out, **machine())
     case = blocks(args.tokens, 64, 4, 128, 32, 64, ["triton_blocks"])
-    for row in chain(map(kernels, [case]), tiles(case, args.kernels)):
+    for row in chain(map(longest, [case]), tiles(case, args.kernels)):
         found.add(row)
         if time.monotonic() - began > args.limit:
             break

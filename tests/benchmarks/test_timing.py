@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,14 @@ def test_steps_in_turns_behind_rounds_that_do_not_count(gpu):
     assert timing.medians(steps, rounds=3, warm=2) == {"a": 2, "b": 5}
     assert timing.median(step(100, 100, 4, 2, 6, 8), rounds=2, inner=2) == 5
     assert timing.medians({"a": step(7)}, rounds=1, clock=lambda step, inner: 0.5 * inner) == {"a": 0.5}
+
+
+def test_kernels_of_a_call_the_longest_first(gpu, monkeypatch):
+    long = "long" * 30
+    seen = [("short", 2, 4.0), (long + "1", 2, 6.0), ("cudaLaunchKernel", 6, 0.0), (long + "2", 4, 10.0)]
+    events = [SimpleNamespace(key=k, count=n, self_device_time_total=us) for k, n, us in seen]
+    monkeypatch.setattr(timing, "profile", lambda activities: nullcontext(SimpleNamespace(key_averages=lambda: events)))
+    assert timing.kernels(lambda: None, calls=2) == [(long[:80], 3, 8.0), ("short", 1, 2.0)]
 
 
 def test_the_clock_of_a_host():
