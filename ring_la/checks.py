@@ -49,6 +49,12 @@ def check_above_zero(name: str, value: object) -> None:
         raise ArgumentError(name, "a finite number above 0", describe_tensor(value))
 
 
+def check_share(name: str, value: object) -> None:
+    """Refuse what is no number from 0 to below 1."""
+    if not is_finite(value) or not 0 <= value < 1:  # type: ignore[operator]
+        raise ArgumentError(name, "a number in [0, 1)", repr(value))
+
+
 def check_tokens(name: str, tokens: Tensor, words: int, layout: object, ignored: int | None = None) -> None:
     """Refuse tokens that a vocabulary of so many words has not, those that are `ignored` aside. They are looked at on a
     CPU, where nobody has to wait for them, and by a layout that validates always."""
