@@ -89,7 +89,8 @@ def measure(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
             row["host_grad_us"] = host_microseconds(lambda: op(x))
         row |= graph_times(forward, "fwd", min(budget, 0.1))
         if not alone:
-            row |= graph_times(both, "fwd_bwd", min(budget, 0.1))
+            by_hand = getattr(op, "by_hand", None)
+            row |= graph_times(both if by_hand is None else by_hand(x, do), "fwd_bwd", min(budget, 0.1))
     return row
 
 
