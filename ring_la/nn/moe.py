@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..autograd import full_precision
 from ..checks import check_flag, is_finite, is_floats
 from ..choices import GroupedBackend
 from ..comm import Pending
@@ -146,7 +147,7 @@ class MixtureOfExperts(nn.Module):
         ) -> MoEOutput: ...
 
     def _logits(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             if type(self.router) is not nn.Linear:  # an adapter around it, which computes in its weights' dtype
                 return wide(self.router(x))
             return F.linear(wide(x), wide(self.router.weight))

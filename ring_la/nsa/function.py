@@ -163,6 +163,8 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
             raise ArgumentError(name, "dense float tensors of four dimensions", describe_tensor(x))
         if x.device != q.device:
             raise ArgumentError(name, f"tensors on {q.device}, where q is", x.device)
+    if q.is_meta:
+        raise UnsupportedError("q", "a tensor with values, by which blocks are chosen", "one on the meta device")
     (B, Tq, H, K), (T, Hk), V = q.shape, k[0].shape[1:3], v[0].shape[3]
     if layout is None and not Tq:
         raise ArgumentError("q", "at least one token", list(q.shape))

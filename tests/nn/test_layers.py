@@ -87,6 +87,20 @@ def test_low_precision_runs(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_shapes_are_found_without_memory(name):
+    layer, x = make(name).to("meta"), torch.empty(2, 9, DIM, dtype=torch.float64, device="meta", requires_grad=True)
+    if name == "nsa":
+        with pytest.raises(UnsupportedError, match=r"^q: expected a tensor with values"):
+            layer(x)
+        return
+    out = layer(x, output_state=True)
+    (dx,) = torch.autograd.grad(out.o.sum(), x)
+    assert out.o.shape == dx.shape == x.shape
+    if name != "log_linear_mamba2":  # the host reads how many tokens there were
+        assert layer(x[:, :1], state=out.state).o.shape == (2, 1, DIM)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_bad_input_is_named_at_the_layer(name):
     layer, x = make(name), random(2, 5, DIM)
     for bad in (x[..., :-1], x[0], x.long(), None):
