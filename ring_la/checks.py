@@ -32,6 +32,25 @@ def check_flag(name: str, value: object) -> None:
         raise ArgumentError(name, "True or False", describe_tensor(value))
 
 
+def is_int(x: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether it is an int, of at least so many if that is said; True and False are none."""
+    return isinstance(x, int) and not isinstance(x, bool) and (least is None or x >= least)
+
+
+def check_int(name: str, value: object, least: int, of: str = "") -> None:
+    """Refuse what is no int of at least so many."""
+    if not is_int(value, least):
+        raise ArgumentError(name, f"an int ≥ {least}{of}", describe_tensor(value))
+
+
+def check_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
+    """Refuse what is not of a class; None is, where that is `optional`."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        expected = f"{article} {kind.__name__}{' or None' if optional else ''}"
+        raise ArgumentError(name, expected, describe_tensor(value))
+
+
 def is_finite(x: object) -> bool:
     """Whether it is a number, and finite."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < math.inf
@@ -47,6 +66,12 @@ def check_above_zero(name: str, value: object) -> None:
     """Refuse what is no finite number above 0."""
     if not is_finite(value) or not value > 0:  # type: ignore[operator]
         raise ArgumentError(name, "a finite number above 0", describe_tensor(value))
+
+
+def check_least(name: str, value: object, least: int = 0) -> None:
+    """Refuse what is no finite number of at least so much."""
+    if not is_finite(value) or not value >= least:  # type: ignore[operator]
+        raise ArgumentError(name, f"a finite number ≥ {least}", describe_tensor(value))
 
 
 def check_tokens(name: str, tokens: Tensor, words: int, layout: object, ignored: int | None = None) -> None:
@@ -81,7 +106,7 @@ def check_total(total: object, name: str = "total") -> float | str | None:
 
 def check_depth(layer_idx: object, num_layers: object) -> None:
     """Refuse a layer that a model of so many layers does not have."""
-    if not isinstance(layer_idx, int) or not isinstance(num_layers, int) or not 0 <= layer_idx < num_layers:
+    if not is_int(layer_idx, 0) or not is_int(num_layers) or layer_idx >= num_layers:
         raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
 
 

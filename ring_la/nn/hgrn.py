@@ -44,6 +44,7 @@ class HGRN(Layer):
         if not is_finite(lower_bound) or not 0 <= lower_bound < 1:
             raise ArgumentError("lower_bound", "a number in [0, 1)", repr(lower_bound))
         self.lower_bound, self.mode, self.backend = lower_bound, mode, backend
+        self.state_shape = dim, 1, 1
         self.ifg_proj = nn.Linear(dim, 3 * dim, bias=False)
         self.norm = GatedRMSNorm(dim)
         self.out_proj = nn.Linear(dim, dim, bias=False)
