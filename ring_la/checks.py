@@ -6,6 +6,8 @@ Each raises an `ArgumentError` that names the argument, what was expected and wh
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
@@ -49,6 +51,13 @@ def check_kind(name: str, value: object, kind: type, optional: bool = False) -> 
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         expected = f"{article} {kind.__name__}{' or None' if optional else ''}"
         raise ArgumentError(name, expected, describe_tensor(value))
+
+
+def check_path(name: str, value: object) -> Path:
+    """The path, after refusing what is none."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ArgumentError(name, "a path, a str or a Path", describe_tensor(value))
+    return Path(value)
 
 
 def is_finite(x: object) -> bool:
