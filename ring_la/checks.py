@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -51,6 +52,12 @@ def check_kind(name: str, value: object, kind: type, optional: bool = False) -> 
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         expected = f"{article} {kind.__name__}{' or None' if optional else ''}"
         raise ArgumentError(name, expected, describe_tensor(value))
+
+
+def check_has(name: str, value: object, attributes: Sequence[str], expected: str) -> None:
+    """Refuse what has not what a protocol asks for."""
+    if missing := [attribute for attribute in attributes if not hasattr(value, attribute)]:
+        raise ArgumentError(name, expected, f"{describe_tensor(value)}, which has no {missing[0]}")
 
 
 def check_path(name: str, value: object) -> Path:
