@@ -42,6 +42,7 @@ class HGRN(Layer):
         super().__init__(dim)
         check_share("lower_bound", lower_bound)
         self.lower_bound, self.mode, self.backend = lower_bound, mode, backend
+        self.state_shape = dim, 1, 1
         self.ifg_proj = nn.Linear(dim, 3 * dim, bias=False)
         self.norm = GatedRMSNorm(dim)
         self.out_proj = nn.Linear(dim, dim, bias=False)

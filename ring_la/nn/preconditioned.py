@@ -21,6 +21,7 @@ class _Preconditioned(DeltaLayer):
 
     def make_preconditioner(self) -> None:
         heads = self.num_heads
+        self.state_shape = self.num_value_heads, self.K, self.V + 1
         self.seen_decay_proj = nn.Linear(self.dim, heads, bias=False)
         self.seen_rate_proj = nn.Linear(self.dim, heads, bias=False)
         self.seen_A_log, self.seen_dt_bias = decay_parameters(heads, heads)

@@ -192,6 +192,7 @@ def test_auto_on_gpus_that_copy_is_whole(ranks, tmp_path, P, takes):
         (dict(chosen=torch.zeros(2, T, 1, 3)), "chosen"),
         (dict(chosen=torch.zeros(2, T, 3, 3, dtype=torch.int32)), "chosen"),
         (dict(block=0), "block"),
+        (dict(block=True), "block"),
         (dict(backend="flash"), "backend"),
     ],
 )
