@@ -91,8 +91,11 @@ class Silent:
 
 @pytest.mark.parametrize(
     ("rule", "kernels", "prepared"),
-    [(Rule("delta", "scalar"), across.DELTA, []), (Rule("delta", "diagonal"), across.KDA, ["states"]),
-     (Rule("additive", "diagonal"), across.GLA, [])],
+    [
+        (Rule("delta", "scalar"), across.DELTA, []),
+        (Rule("delta", "diagonal"), across.KDA, ["states"]),
+        (Rule("additive", "diagonal"), across.GLA, []),
+    ],
     ids=["delta", "kda", "gla"],
 )
 @pytest.mark.parametrize("middle", [True, False])

@@ -50,6 +50,18 @@ def test_states_from_other_shards(monkeypatch, name, slow):
     assert mailed == CARRY[name], "those in the middle, of one document"
 
 
+def test_states_of_gla_by_messages():
+    """Two ranks have two runs of tokens each, zigzag, in which documents start and end; another lies over all."""
+    cuts, cu, H = (0, 90, 210, 300, 390), (0, 30, 340, 390), 2
+    q, k, v, beta = draw(cuts[-1], H, 1)
+    g = F.logsigmoid(torch.randn(1, cuts[-1], H, 128)) * torch.tensor([2.0, 0.02])[:, None]
+    x, (function, kernels, rule) = tokens_of("gla", q, k, v, g, beta), RULES["gla"]
+    (S0, dS), do = torch.randn(2, 1, len(cu) - 1, H, 128, 128), torch.randn_like(v)
+    got = line_of_ranks.by_messages(kernels, rule, x, line_of_ranks.zigzag(cuts, cu), S0, do, dS)
+    got = {n: got[n] for n in ("o", "S", "S0", *x)}
+    check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
+
+
 def tokens_of(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, Tensor]:
     """What a rule takes of these; `g` is by channel."""
     x = {"q": q, "k": k, "v": v, "g": g[..., 0] if name == "delta" else g}
