@@ -149,8 +149,9 @@ def test_maps_of_gla():
     assert (maps.transition[0][forgets] < -1000).all()
 
 
-@pytest.mark.parametrize("slow", [3.0, 0.02], ids=["all forget", "one waits"])
-@pytest.mark.parametrize("name", ["delta", "kda", "gla"])
+@pytest.mark.parametrize(
+    ("name", "slow"), [("delta", 3.0), ("delta", 0.02), ("kda", 3.0), ("kda", 0.02), ("gla", 0.02)]
+)
 def test_batch_rows_from_other_shards(monkeypatch, name, slow):
     """One head of the second row may not forget. No link is launched where launches carry states."""
     cuts, H = (0, 100, 196, 293), 2  # no span is shorter than the chunks that tell
