@@ -1,11 +1,15 @@
-"""KDA on a rank in the middle of many, measured on one GPU: it sends to itself, and takes what it has sent.
+"""KDA or GLA on a rank in the middle of many, measured on one GPU.
 
-    python -m benchmarks.scan.in_the_middle [--lengths 4096,16384] [--gates production] [--out DIR]
+    python -m benchmarks.scan.in_the_middle [--op gla] [--lengths 4096,16384] [--gates production] [--out DIR]
 
 The launches are those of a rank that takes a state from the one before it and sends one on, forward and backward, and
-do the same work at the same places; what they find is no part of a sequence, and its mailboxes are in this GPU's own
-memory, so that a state needs no link. Beside it one GPU's own call, both replayed as CUDA graphs, in turns. Says how
-much of one GPU's speed a rank in the middle has where the ranks' hosts, links and pace cost nothing.
+do the same work at the same places; what they find is no part of a sequence. KDA's rank sends to itself, and takes what
+it has sent: its mailboxes are in this GPU's own memory. GLA's states go by a launch of their own, which takes them from
+memory here, and puts them there ("chunks": beside it the kernels that take chunks of 64 tokens, likewise). Beside them
+one GPU's own call, all replayed as CUDA graphs, in turns. Says how much of one GPU's speed a rank in the middle has
+where the ranks' hosts, links and pace cost nothing.
+
+Gates are those of `bench scan`; "paper": of GLA's channels, logsigmoid(x) / 16.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from torch.profiler import ProfilerActivity, profile
 
 import ring_la
@@ -31,6 +36,7 @@ from ring_la.comm import copy_kernel
 from ring_la.comm.symmetric import MailboxMemory, SymmetricTransport
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse
 from ring_la.kernels.wy import across
+from ring_la.kernels.wy.recurrence import WYRecurrence
 from ring_la.kernels.wy.scanned_spans import ScannedSpans
 from ring_la.scan import Chain, MailboxBorder
 
@@ -40,8 +46,8 @@ CHUNK = 64
 """Words of a message's chunk: none is sent."""
 
 
-def border(device: torch.device) -> MailboxBorder:
-    """That of a rank which is its own neighbour on both sides."""
+def border(device: torch.device, itself: bool) -> MailboxBorder:
+    """That of a rank which is its own neighbour on both sides, or has none."""
     own = torch.empty(copy_kernel.words(1, CHUNK), dtype=torch.int32, device=device)
     copy_kernel.prepare(own, 1, CHUNK)
     members: Any = SimpleNamespace(size=1, rank=0, device=device, timeout=timedelta(seconds=20))
@@ -49,29 +55,45 @@ def border(device: torch.device) -> MailboxBorder:
     boxes: Any = SymmetricTransport(members, streams, None, memory, CHUNK=CHUNK)
     group: Any = SimpleNamespace(name="in the middle", rank=0, mailboxes=boxes)
     found = MailboxBorder(group, Chain.line(1), [(0, 0)], 1)
-    found.hops = tuple(tuple(h._replace(source=0, target=0, passes=True) for h in hops) for hops in found.hops)
+    if itself:
+        found.hops = tuple(tuple(h._replace(source=0, target=0, passes=True) for h in hops) for hops in found.hops)
     return found
 
 
-def steps(x: list[Tensor], do: Tensor, gates: str) -> dict[str, dict[str, Step]]:
+def drawn(op: str, gates: str, T: int, heads: int, device: torch.device) -> list[Tensor]:
+    """Tokens of one of the two, as leaves."""
+    x = tokens(op, "none" if gates == "paper" else gates, (T, heads, 128), torch.bfloat16, device, seed=0)
+    if gates == "paper":
+        x[3] = (logsigmoid(torch.randn(x[3].shape, device=device)) / 16).to(x[3].dtype).requires_grad_()
+    return x
+
+
+def steps(op: str, x: list[Tensor], do: Tensor, gates: str) -> dict[str, dict[str, Step]]:
     """Forward, and with the backward pass, of one GPU and of the rank in the middle."""
     inputs = Inputs(**dict(zip(("q", "k", "v", "g", "beta"), (t.detach() for t in x))))
-    to, scale = border(do.device), inputs.q.shape[-1] ** -0.5
-    local = functools.partial(ring_la.kda, **promised("kda", gates))
+    kda, scale = op == "kda", inputs.q.shape[-1] ** -0.5
+    to, local = border(do.device, kda), functools.partial(getattr(ring_la, op), **promised(op, gates))
+    rule = Rule("delta" if kda else "additive", "diagonal")
+    H, D = do.shape[2:]
+    S, dS = (None, None) if kda else torch.randn(2, 1, 1, H, D, D, device=do.device)
 
     def middle(train: bool) -> object:
-        call = ScannedSpans.of(
-            across.KDA, Rule("delta", "diagonal"), inputs, None, scale, OutputUse(train, final=False)
-        )
-        out = call.output(None, border=to)
-        return call.gradients(Backward(None, do, out.saved), None, border=to) if train else out.o
+        kernels, use = across.KDA if kda else across.GLA, OutputUse(train, final=not kda)
+        return through(ScannedSpans.of(kernels, rule, inputs, None, scale, use), train)
+
+    def chunks(train: bool) -> object:
+        return through(WYRecurrence.of(rule, inputs, None, scale, OutputUse(train)), train)
+
+    def through(call: Any, train: bool) -> object:
+        out = call.output(S, border=to)
+        return call.gradients(Backward(S, do, out.saved), dS, border=to) if train else out.o
 
     def alone(train: bool) -> object:
         with torch.set_grad_enabled(train):
             o = local(*x).o
         return torch.autograd.grad(o, x, do) if train else o
 
-    arms = {"local": alone, "middle": middle}
+    arms = {"local": alone, "middle": middle} | ({} if kda else {"chunks": chunks})
     passes = {"forward": False, "forward+backward": True}
     return {what: {name: functools.partial(f, train) for name, f in arms.items()} for what, train in passes.items()}
 
@@ -93,7 +115,9 @@ def timeline(step: Step) -> list[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="4096,16384", help="tokens")
-    parser.add_argument("--gates", default="production", choices=("trained", "none", "production", "mixed"))
+    parser.add_argument("--op", default="kda", choices=("kda", "gla"))
+    kinds = ("trained", "none", "production", "mixed", "paper")
+    parser.add_argument("--gates", choices=kinds, help="default: KDA's production, GLA's paper")
     parser.add_argument("--heads", type=count, default=32)
     parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--inner", type=count, default=24, help="replays in a row")
@@ -101,17 +125,20 @@ def main() -> None:
     args = parser.parse_args()
     need_gpus(parser)
     device, rows = torch.device("cuda"), []
+    gates = args.gates or {"kda": "production", "gla": "paper"}[args.op]
+    if gates in {"kda": ("paper",), "gla": ("production", "mixed")}[args.op]:
+        parser.error(f"--gates: {args.op} has no {gates} ones")
     for T in map(int, args.lengths.split(",")):
-        x = tokens("kda", args.gates, (T, args.heads, 128), torch.bfloat16, device, seed=0)
-        for what, arms in steps(x, torch.randn_like(x[2]), args.gates).items():
+        x = drawn(args.op, gates, T, args.heads, device)
+        for what, arms in steps(args.op, x, torch.randn_like(x[2]), gates).items():
             for step in (*arms.values(), *arms.values(), *arms.values()):
                 step()
             replays, refused = captured(arms)
             found = {n: round(ms, 4) for n, ms in medians(replays, args.rounds, args.inner).items()}
-            row = dict(op="kda", gates=args.gates, T=T, heads=args.heads, what=what, mode="graph", ms=found)
+            row = dict(op=args.op, gates=gates, T=T, heads=args.heads, what=what, mode="graph", ms=found)
             rows.append(row | dict(failed=refused, timelines={name: timeline(step) for name, step in replays.items()}))
-            share = f"{found['local'] / found['middle']:.1%}" if len(found) == 2 else str(refused)
-            print(f"kda {args.gates:<10} T{T:<6} {what:<17} {found} {share}", flush=True)
+            share = str(refused) if refused else f"{found['local'] / found['middle']:.1%}"
+            print(f"{args.op} {gates:<10} T{T:<6} {what:<17} {found} {share}", flush=True)
     how = machine() | dict(rounds=args.rounds, inner=args.inner)
     save(args.out / "in_the_middle.json", {"machine": how, "rows": rows}, indent=None)
 

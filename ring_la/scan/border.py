@@ -78,6 +78,7 @@ class MailboxBorder:
                 launch_dense(self.group, dense, states, hop, reverse=reverse)
             else:
                 spans = ElementwiseMaps(maps.kind, maps.transition, maps.own, first)
+                hop = hop._replace(passes=hop.passes or final)
                 launch_spans(self.group, spans, states, hop, reverse=reverse, beside=beside)
 
 

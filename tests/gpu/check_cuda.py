@@ -37,8 +37,11 @@ def kernels() -> Iterator[CudaKernel]:
     yield dplr_launches.backward_kernel()
     for wide in (0, 1):
         gate = f"GATE_BF16={wide}"
-        yield from (gla_launches.forward_kernel(keep, gate) for keep in (False, True))
-        yield gla_launches.backward_kernel(gate)
+        for given in (False, True):
+            yield from (gla_launches.forward_kernel(keep, gate, given=given) for keep in (False, True))
+            yield gla_launches.backward_kernel(gate, given=given)
+        yield gla_launches.forward_kernel(False, gate, maps=True)
+        yield gla_launches.backward_kernel(gate, maps=True)
         step = f"BETA_BF16={wide}"
         for gated in (0, 1):
             read = f"GATED={gated}", gate, step

@@ -1,5 +1,5 @@
-"""Delta rules whose states meet those of other ranks, by the kernels in CUDA C++ on Hopper, against one device in fp64:
-`pytest -m gpu tests/gpu/test_across.py [--gpu-ranks 3]`.
+"""Delta rules and GLA whose states meet those of other ranks, by the kernels in CUDA C++ on Hopper, against one device
+in fp64: `pytest -m gpu tests/gpu/test_across.py [--gpu-ranks 3]`.
 
 Spans are of 64 tokens, so that they begin early, and end within others; segments have 297. What the ranks exchange goes
 by mailboxes where GPUs reach each other's memory, or by messages. One GPU has ranks in a line, one after the other.
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import ring_la
@@ -41,7 +43,10 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for Hopper")
-    cp, shape = ring_la.ContextParallel(pool.group(), scan="ring"), dict(H=4, Hk=2, K=128, V=128)
+    shared = torch.cuda.device_count() < torch.distributed.get_world_size(pool.group())
+    transport = "symmetric" if shared else "auto"  # ranks that share a GPU have mailboxes where they are asked for
+    cp = ring_la.ContextParallel(pool.group(), scan="ring", transport=transport)
+    shape = dict(H=4, Hk=2, K=128, V=128)
     with ExitStack() as changes:
         bounded = functools.partial(ring_la.kda, lower_bound=-5.0)
         changes.enter_context(mock.patch.object(ring_la, "kda", bounded))
@@ -49,13 +54,13 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
         plain = border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape)
         forget()
         calls = changes.enter_context(mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of))
-        changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0)))
+        changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0, 0)))
         changes.enter_context(mock.patch.object(gdn_launches, "across", return_value=(64, 64)))
         changes.enter_context(mock.patch.object(gpu, "multiprocessors", return_value=10**6))
         return border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape), plain, calls.call_count
 
 
-@pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule", "kda"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule", "kda", "gla"])
 @pytest.mark.parametrize("kind", [kind for kind in border_calls.LAYOUTS if kind != "folded"])
 def test_against_one_device(name, kind, gpu_ranks, record_property):
     results = gpu_ranks.run(gpu_ranks.size, check, name, kind)
@@ -67,41 +72,80 @@ def test_against_one_device(name, kind, gpu_ranks, record_property):
     assert all(calls > 0 for *_, calls in results), "they went by chunks"
 
 
-@pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule", "kda"])
-@pytest.mark.parametrize("spans", ["short spans", "spans as they are", "long spans"])
-def test_a_line_of_ranks_on_one_gpu(name, spans, monkeypatch, record_property):
-    """First, in the middle and last, of documents that start and end in them; heads that forget at once, within some
-    hundred tokens, and hardly. Long spans are KDA's: first ones go over their first chunks again."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are for Hopper")
-    if spans == "short spans":
-        monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
-        monkeypatch.setattr(gpu, "multiprocessors", lambda device: 10**6)
-    if spans == "long spans":
-        if name != "kda":
-            pytest.skip("of KDA alone")
-        monkeypatch.setattr(kda_launches, "SPAN", 256)
-    kernels, rule = across.DELTA, Rule("delta", "none" if name == "delta_rule" else "scalar")
-    if name == "kda":
-        kernels, rule = across.KDA, Rule("delta", "diagonal")
-    cuts, cu, H, HK = (0, 700, 1500, 1590, 2400), (0, 250, 2100, 2400), 4, 2
+RULES = {
+    "gated_delta_rule": (across.DELTA, Rule("delta", "scalar")),
+    "delta_rule": (across.DELTA, Rule("delta", "none")),
+    "kda": (across.KDA, Rule("delta", "diagonal")),
+    "gla": (across.GLA, Rule("additive", "diagonal")),
+}
+
+
+def drawn(name: str, T: int, H: int, HK: int, N: int, gates: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Inputs by name, states of N documents that enter and gradients of those that leave, and the gradient of o. Heads
+    forget at once, within some hundred tokens, and hardly."""
     make = torch.Generator("cuda").manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, device="cuda", generator=make)  # noqa: E731
-    T, fall = cuts[-1], torch.tensor([3.0, 0.2, 0.02, 0.0], device="cuda")
+    fall = torch.tensor([3.0, 0.2, 0.02, 0.0], device="cuda")
     q, k = (normalize(draw(1, T, HK, 128), dim=-1).bfloat16() for _ in range(2))
     x = {"q": q, "k": k, "v": draw(1, T, H, 128).bfloat16()}
     if name != "delta_rule":
         g = (logsigmoid(draw(1, T, H, 128)) * fall[:, None]).clamp(min=-5)
-        x["g"] = g if name == "kda" else g[..., 0].contiguous()
-    x["beta"] = draw(1, T, H).sigmoid()
-    (S0, dS), do = draw(2, 1, len(cu) - 1, H, 128, 128), draw(1, T, H, 128).bfloat16()
-    got = line_of_ranks.results(kernels, rule, x, cuts, cu, S0, do, dS)
-    got["o without gradients"] = line_of_ranks.results(kernels, rule, x, cuts, cu, S0, None, None)["o"]
+        x["g"] = g[..., 0].contiguous() if name == "gated_delta_rule" else g.to(gates)
+    if name != "gla":
+        x["beta"] = draw(1, T, H).sigmoid()
+    S0, dS = draw(2, 1, N, H, 128, 128)
+    return x, S0, dS, draw(1, T, H, 128).bfloat16()
+
+
+def judged(name: str, x: dict, cu: tuple[int, ...], got: dict, S0: Tensor, dS: Tensor, do: Tensor) -> dict[str, float]:
+    """Errors of what was got against one device in fp64."""
     leaves = [t.double().requires_grad_() for t in (*x.values(), S0[0])]
     offsets = torch.tensor(cu, dtype=torch.int32, device="cuda")
     want = getattr(reference, name)(*leaves[:-1], initial_state=leaves[-1], output_final_state=True, cu_seqlens=offsets)
     grads = torch.autograd.grad((want.o, want.final_state), leaves, (do.double(), dS[0].double()))
     true = {"o": want.o, "o without gradients": want.o, "S": want.final_state, **dict(zip((*x, "S0"), grads))}
-    errors = {n: ((got[n].reshape(y.shape).double() - y).norm() / y.norm()).item() for n, y in true.items()}
+    return {n: ((y.reshape(true[n].shape).double() - true[n]).norm() / true[n].norm()).item() for n, y in got.items()}
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of 64 tokens."""
+    monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 10**6)
+
+
+@pytest.mark.parametrize("name", [*RULES])
+@pytest.mark.parametrize("spans", ["short spans", "spans as they are", "long spans"])
+def test_a_line_of_ranks_on_one_gpu(name, spans, monkeypatch, record_property):
+    """First, in the middle and last, of documents that start and end in them. Long spans are KDA's: first ones go over
+    their first chunks again."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    if spans == "short spans":
+        shorten(monkeypatch)
+    if spans == "long spans":
+        if name != "kda":
+            pytest.skip("of KDA alone")
+        monkeypatch.setattr(kda_launches, "SPAN", 256)
+    cuts, cu = (0, 700, 1500, 1590, 2400), (0, 250, 2100, 2400)
+    x, S0, dS, do = drawn(name, cuts[-1], 4, 2, len(cu) - 1)
+    got = line_of_ranks.results(*RULES[name], x, cuts, cu, S0, do, dS)
+    got["o without gradients"] = line_of_ranks.results(*RULES[name], x, cuts, cu, S0, None, None)["o"]
+    errors = judged(name, x, cu, got, S0, dS, do)
+    record_property("errors", errors)
+    assert all(e <= 6e-3 for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("name", [*RULES])
+@pytest.mark.parametrize("spans", ["short spans", "spans as they are"])
+def test_zigzag_ranks_on_one_gpu(name, spans, monkeypatch, record_property):
+    """Whose states go by messages; two runs of tokens each, in which documents start and end. Gates are bf16."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    if spans == "short spans":
+        shorten(monkeypatch)
+    cuts, cu = (0, 700, 1500, 1590, 2400), (0, 250, 2100, 2400)
+    x, S0, dS, do = drawn(name, cuts[-1], 4, 2, len(cu) - 1, torch.bfloat16)
+    pieces = line_of_ranks.zigzag(cuts, cu)
+    errors = judged(name, x, cu, line_of_ranks.by_messages(*RULES[name], x, pieces, S0, do, dS), S0, dS, do)
     record_property("errors", errors)
     assert all(e <= 6e-3 for e in errors.values()), errors

@@ -55,7 +55,7 @@ def launches(monkeypatch) -> list:
     record_of.cache_clear()
     root.cache_clear()
     made, plain = [], gla_launches.forward_kernel
-    monkeypatch.setattr(gla_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
+    monkeypatch.setattr(gla_launches, "forward_kernel", lambda *how, **more: made.append(how) or plain(*how, **more))
     return made
 
 

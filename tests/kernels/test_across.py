@@ -18,7 +18,7 @@ from ring_la.algebra import Rule  # noqa: E402
 from ring_la.kernels import gpu  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs, Mail, OutputUse  # noqa: E402
 from ring_la.kernels.spans import dense  # noqa: E402
-from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch  # noqa: E402
+from ring_la.kernels.wy import across, gdn_launches, gla_launches, kda_launches, one_launch  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 
 SPLIT = OutputUse(saved=True)
@@ -68,6 +68,15 @@ def test_layers_whose_calls_launches_take():
     assert one_launch.choice(*seen(nn.KimiDeltaAttention(256, 2), "kda"), train) is None
 
 
+def test_a_call_that_gla_takes_where_it_trains(monkeypatch):
+    """Others' launches take it without gradients, and where ranks share nothing."""
+    gla, x = Rule("additive", "diagonal"), call(64)
+    for least, found in ((128, one_launch.GLA), (129, None), (None, None)):
+        monkeypatch.setattr(one_launch, "ACROSS", one_launch.Least(additive_diagonal=least))
+        assert one_launch.choice(gla, x, SPLIT) is found
+        assert one_launch.choice(gla, x, OutputUse(saved=True, alone=True)) is one_launch.GLA
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "length"), [(4096, 32, 1024), (8192, 32, 2048), (16384, 32, 4096), (32768, 32, 4096)]
 )
@@ -109,8 +118,12 @@ class Silent:
 
 @pytest.mark.parametrize(
     ("rule", "kernels", "prepared"),
-    [(Rule("delta", "scalar"), across.DELTA, []), (Rule("delta", "diagonal"), across.KDA, ["states"])],
-    ids=["delta", "kda"],
+    [
+        (Rule("delta", "scalar"), across.DELTA, []),
+        (Rule("delta", "diagonal"), across.KDA, ["states"]),
+        (Rule("additive", "diagonal"), across.GLA, []),
+    ],
+    ids=["delta", "kda", "gla"],
 )
 @pytest.mark.parametrize("middle", [True, False])
 @pytest.mark.parametrize("mail", [None, ((1,), (2,))], ids=["", "mailed"])
@@ -119,16 +132,21 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, middle, 
     What needs no gradient of a state comes first where nothing is sent by then, or by a launch beside it."""
     launches: list[str] = []
 
-    def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False):
+    if kernels is across.GLA:
+        mail = None  # which they do not ask for
+
+    def kernel(name, *how, leaves=False, maps=False, early=False, mailed=False, given=None):
         delta = kernels is across.DELTA
         # parts of maps, or spans, wait for each other; or a launch finds maps beside that of chunks' states
         beside = maps if delta else mailed and (maps or name == "forward")
         assert (leaves, early) == (False, beside)
+        assert given in (None, not maps)
         assert mailed == (mail is not None and not (maps and delta))
         return lambda *args: launches.append("maps" if maps else "states" if name == "states" else "output")
 
     for module, name in (
         (gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel"),
+        (gla_launches, "forward_kernel"), (gla_launches, "backward_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)

@@ -34,7 +34,7 @@ H = 4
 def emulated() -> ExitStack:
     """The kernels, and what chooses them, as on a GPU."""
     from ring_la.kernels import choice, families, gpu
-    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch
+    from ring_la.kernels.wy import across, gdn_launches, gla_launches, kda_launches, one_launch
 
     changes = ExitStack()
 
@@ -54,13 +54,14 @@ def emulated() -> ExitStack:
     change(gdn_launches, zeros=hopper.Emulated.zeros)
     change(across, clear=hopper.Emulated.clear)
     change(gdn_launches, across=lambda *sizes: (64, 64), span=lambda *sizes: 64)
-    change(gdn_launches, forward_kernel=here(gdn_launches, "forward_kernel"))
-    change(gdn_launches, backward_kernel=here(gdn_launches, "backward_kernel"))
+    for module in (gdn_launches, gla_launches):
+        for name in ("forward_kernel", "backward_kernel"):
+            change(module, **{name: here(module, name)})
     change(kda_launches, kernel=here(kda_launches, "kernel"))
     return changes
 
 
-def drawn(T: int, diagonal: bool) -> dict[str, Tensor]:
+def drawn(T: int, name: str) -> dict[str, Tensor]:
     """Tokens of four heads: one forgets, one does not, one does in every other run; the last at the end of the first
     run and at the beginning of the fourth."""
     torch.manual_seed(0)
@@ -70,7 +71,8 @@ def drawn(T: int, diagonal: bool) -> dict[str, Tensor]:
     falls[3 * RUN : 3 * RUN + 32, 3] = True
     g = torch.where(falls, 4.0, 0.01)[..., None] * F.logsigmoid(torch.randn(1, T, H, 128))
     v, beta = torch.randn(1, T, H, 128).bfloat16(), torch.randn(1, T, H).sigmoid()
-    return {"q": q, "k": k, "v": v, "g": (g if diagonal else g[..., 0]).clamp(-5, 0), "beta": beta}
+    x = {"q": q, "k": k, "v": v, "g": (g[..., 0] if name == "gated_delta_rule" else g).clamp(-5, 0)}
+    return x if name == "gla" else x | {"beta": beta}
 
 
 def ended(function, x: dict[str, Tensor], S0: Tensor | None, do: Tensor, dS: Tensor | None, **where) -> list[Tensor]:
@@ -99,8 +101,9 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
     function = {
         "kda": functools.partial(ring_la.kda, lower_bound=-5.0),
         "gated_delta_rule": ring_la.gated_delta_rule,
+        "gla": ring_la.gla,
     }[name]
-    layout, x, N = cp.layout(T, kind, cu), drawn(T, name == "kda"), 1 if cu is None else len(cu) - 1
+    layout, x, N = cp.layout(T, kind, cu), drawn(T, name), 1 if cu is None else len(cu) - 1
     if how == "mail":  # all heads forget, so that kernels send and take states themselves
         x["g"] = x["g"].clamp(max=-1)
     S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn(1, T, H, 128).bfloat16()
@@ -108,7 +111,7 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
     offsets, squares = None if cu is None else torch.tensor(cu), []
     across = mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of)
     whole_spans = mock.patch.object(gdn_launches, "forward", side_effect=gdn_launches.forward)
-    least = one_launch.Least() if how == "nothing" else one_launch.Least(0, 0, 0)
+    least = one_launch.Least() if how == "nothing" else one_launch.Least(0, 0, 0, 0)
     with emulated(), mock.patch.object(one_launch, "ACROSS", least), across as calls, whole_spans as alone:
         for states in (True, False):
             first, last = (S0, dS) if states else (None, None)
@@ -133,6 +136,7 @@ CASES = [
     ("kda", 3, "contiguous", None, "links"),
     ("kda", 3, "contiguous", None, "mail"),
     ("kda", 4, "contiguous", None, "messages"),
+    ("gla", 2, "zigzag", (0, 80, 280), "links"),
 ]
 """Rule, ranks, layout, documents, and what states go by."""
 

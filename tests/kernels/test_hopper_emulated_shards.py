@@ -3,6 +3,7 @@ line, all on one device (`tests.support.line_of_ranks`). On a GPU in tests/gpu/t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -33,7 +34,7 @@ def emulated(monkeypatch):
     emulate(monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "slow"), [("delta", 0.02), ("kda", 0.02), ("kda", 3.0)])
+@pytest.mark.parametrize(("name", "slow"), [("delta", 0.02), ("kda", 0.02), ("kda", 3.0), ("gla", 0.02)])
 def test_states_from_other_shards(monkeypatch, name, slow):
     """Of uneven lengths, in a line: each takes what the one before it sends, and backward. One head forgets, or both.
     The first shard ends a document, and begins the other one, which ends in the last, before a third."""
@@ -41,7 +42,7 @@ def test_states_from_other_shards(monkeypatch, name, slow):
     function, kernels, rule = RULES[name]
     q, k, v, beta = draw(cuts[-1], H, 1)
     g = F.logsigmoid(torch.randn(1, cuts[-1], H, 128)) * torch.tensor([2.0, slow])[:, None]
-    x = {"q": q, "k": k, "v": v, "g": g if name == "kda" else g[..., 0], "beta": beta}
+    x = tokens_of(name, q, k, v, g, beta)
     (S0, dS), do = torch.randn(2, 1, len(cu) - 1, H, 128, 128), torch.randn_like(v)
     mailed = launches_that_carry(monkeypatch)
     got = line_of_ranks.results(kernels, rule, x, cuts, cu, S0, do, dS)
@@ -50,7 +51,29 @@ def test_states_from_other_shards(monkeypatch, name, slow):
     assert mailed == CARRY[name], "those in the middle, of one document"
 
 
-CARRY = {"delta": {"gdn_forward", "gdn_backward"}, "kda": {"kda_forward", "kda_forward states", "kda_backward"}}
+def test_states_of_gla_by_messages():
+    """Two ranks have two runs of tokens each, zigzag, in which documents start and end; another lies over all."""
+    cuts, cu, H = (0, 90, 210, 300, 390), (0, 30, 340, 390), 2
+    q, k, v, beta = draw(cuts[-1], H, 1)
+    g = F.logsigmoid(torch.randn(1, cuts[-1], H, 128)) * torch.tensor([2.0, 0.02])[:, None]
+    x, (function, kernels, rule) = tokens_of("gla", q, k, v, g, beta), RULES["gla"]
+    (S0, dS), do = torch.randn(2, 1, len(cu) - 1, H, 128, 128), torch.randn_like(v)
+    got = line_of_ranks.by_messages(kernels, rule, x, line_of_ranks.zigzag(cuts, cu), S0, do, dS)
+    got = {n: got[n] for n in ("o", "S", "S0", *x)}
+    check(function, [*x.values()], torch.tensor(cu, dtype=torch.int32), got, S0[0], do, dS[0])
+
+
+def tokens_of(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, Tensor]:
+    """What a rule takes of these; `g` is by channel."""
+    x = {"q": q, "k": k, "v": v, "g": g[..., 0] if name == "delta" else g}
+    return x if name == "gla" else x | {"beta": beta}
+
+
+CARRY = {
+    "delta": {"gdn_forward", "gdn_backward"},
+    "kda": {"kda_forward", "kda_forward states", "kda_backward"},
+    "gla": set(),
+}
 """Launches that carry states themselves, of a rule that trains."""
 
 
@@ -97,16 +120,47 @@ def test_squares_of_transitions(kernels):
     assert torch.allclose(maps.squares[whole].sum(-1), maps.transition[whole].square().sum((-2, -1)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("slow", [3.0, 0.02], ids=["all forget", "one waits"])
-@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_maps_of_gla():
+    """Of two spans of two chunks and one that ends early. Heads forget by a chunk, by two, not, and in the second span
+    alone. What a span that forgets leaves is asked for by one that does not, and at the end."""
+    T, H = 150, 4
+    q, k, v, _ = draw(T, H, 2)
+    falls = torch.tensor([3.0, 0.5, 0.02, 0.2]).repeat(T, 1)
+    falls[64:128, 3] = 3
+    g = (-falls[None, :, :, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))).bfloat16()
+    forgets = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool()
+    call, _ = across.GLA.cut(Inputs(q, k, v, g), None, 1.0, True)
+    maps, do = across.GLA.maps(call, True, None), torch.randn_like(v)
+    _, saved = across.GLA.output(call, torch.zeros_like(maps.own), maps, True, None)
+    back = maps._replace(own=torch.full_like(maps.own, torch.nan))
+    across.GLA.add_back(call, back, saved, do, None)
+    left = torch.zeros(3, H, 128, dtype=torch.float64)
+    for s, part in enumerate((slice(0, 64), slice(64, 128), slice(128, T))):
+        wide = [t[:, part].double() for t in (q, k, v, g)]
+        S0 = torch.zeros(1, H, 128, 128, dtype=torch.float64, requires_grad=True)
+        out = reference.gla(*wide, scale=1.0, initial_state=S0, output_final_state=True)
+        (dS0,) = torch.autograd.grad(out.o, S0, do[:, part].double())
+        left[s] = wide[3][0].sum(0) / math.log(2)
+        for found, true, behind in ((maps.own, out.final_state, s + 1), (back.own, dS0, s - 1)):
+            asked = ~forgets[s] | (~forgets[behind] if 0 <= behind < 3 else True)
+            assert found.isfinite().all()
+            errors = (found[0, s].double() - true[0]).flatten(1).norm(dim=1) / true[0].flatten(1).norm(dim=1)
+            assert errors[asked].max() <= LIMIT
+    assert torch.allclose(maps.transition[0][~forgets].double(), left[~forgets], rtol=1e-5, atol=1e-4)
+    assert (maps.transition[0][forgets] < -1000).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "slow"), [("delta", 3.0), ("delta", 0.02), ("kda", 3.0), ("kda", 0.02), ("gla", 0.02)]
+)
 def test_batch_rows_from_other_shards(monkeypatch, name, slow):
     """One head of the second row may not forget. No link is launched where launches carry states."""
     cuts, H = (0, 100, 196, 293), 2  # no span is shorter than the chunks that tell
     q, k = (F.normalize(torch.randn(2, cuts[-1], 1, 128), dim=-1).bfloat16() for _ in range(2))
     fall = torch.tensor([[3.0, 3.0], [3.0, slow]])[:, None, :, None]
     g = (fall * F.logsigmoid(torch.randn(2, cuts[-1], H, 128))).clamp(min=-5)
-    x = {"q": q, "k": k, "v": torch.randn(2, cuts[-1], H, 128).bfloat16(), "g": g if name == "kda" else g[..., 0]}
-    x["beta"] = torch.randn(2, cuts[-1], H).sigmoid()
+    v = torch.randn(2, cuts[-1], H, 128).bfloat16()
+    x = tokens_of(name, q, k, v, g, torch.randn(2, cuts[-1], H).sigmoid())
     (S0, dS), do = torch.randn(2, 2, 1, H, 128, 128), torch.randn_like(x["v"])
     monkeypatch.setattr(border, "launch_dense", lambda *args, **named: pytest.fail("a link was launched"))
     function, kernels, rule = RULES[name]
@@ -120,6 +174,7 @@ def test_batch_rows_from_other_shards(monkeypatch, name, slow):
 RULES = {
     "delta": (reference.gated_delta_rule, across.DELTA, Rule("delta", "scalar")),
     "kda": (reference.kda, across.KDA, Rule("delta", "diagonal")),
+    "gla": (reference.gla, across.GLA, Rule("additive", "diagonal")),
 }
 
 
@@ -134,9 +189,7 @@ def of_five_spans(name: str, shards: int) -> tuple[dict[str, Tensor], list[int]]
     every[(span % 5 % 4 == 0) & (span >= 5 * shards - 5), 1] = 5
     every[span % 5 == 2, 3] = 5
     g = -every[None, :, :, None] * (0.9 + 0.1 * torch.rand(1, T, H, 128))
-    return {"q": q, "k": k, "v": v, "g": g if name == "kda" else g[..., 0], "beta": beta}, [
-        320 * i for i in range(shards + 1)
-    ]
+    return tokens_of(name, q, k, v, g, beta), [320 * i for i in range(shards + 1)]
 
 
 @pytest.mark.parametrize(
@@ -171,8 +224,9 @@ def test_no_states_at_the_ends(name):
     assert all(e <= LIMIT for e in found.values()), found
 
 
-@pytest.mark.parametrize("name", ["delta", "kda"])
+@pytest.mark.parametrize("name", ["delta", "kda", "gla"])
 def test_without_gradients_launches_carry_states(monkeypatch, name):
+    """GLA's do not, nor is any dense map made of its decays."""
     x, cuts = of_five_spans(name, 3)
     x, cuts = {n: t[:, 40:-20].contiguous() for n, t in x.items()}, [0, 310, 630, 900]
     S0 = torch.randn(1, 1, 4, 128, 128)
@@ -183,7 +237,7 @@ def test_without_gradients_launches_carry_states(monkeypatch, name):
     want = function(*(t.double() for t in x.values()), initial_state=S0[0].double(), output_final_state=True)
     for found, true in ((got["o"], want.o), (got["S"][0], want.final_state)):
         assert (found.double() - true).norm() <= LIMIT * true.norm()
-    assert mailed == {"delta": {"gdn_forward"}, "kda": {"kda_forward"}}[name]
+    assert mailed == {"delta": {"gdn_forward"}, "kda": {"kda_forward"}, "gla": set()}[name]
 
 
 def of_three_spans(monkeypatch) -> tuple[dict[str, Tensor], list[int]]:

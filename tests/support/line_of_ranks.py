@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,3 +91,70 @@ def results(
     late = [g.mailboxes.late() for g in made]
     assert not any(late), f"ranks that were waited for in vain: {late}"
     return {"o": torch.cat([out.o for out in outs], 1), "S": S, "S0": dS0, **found}
+
+
+class Piece(NamedTuple):
+    """A document's part in a segment: its rank and number there, its tokens, and whether it starts or ends there."""
+
+    rank: int
+    number: int
+    begin: int
+    end: int
+    document: int
+    starts: bool
+    ends: bool
+
+
+def zigzag(cuts: Sequence[int], documents: Sequence[int]) -> list[Piece]:
+    """The pieces of 2 P segments, of which each of P ranks has one from either end, in the sequence's order."""
+    segments, found = list(pairwise(cuts)), []
+    counts = [0] * len(segments)
+    for i, segment in enumerate(segments):
+        rank = min(i, len(segments) - 1 - i)
+        for n, a, b in Shard(*segment, documents).parts:
+            found.append(Piece(rank, counts[rank], a, b, n, a == documents[n], b == documents[n + 1]))
+            counts[rank] += 1
+    return found
+
+
+def by_messages(
+    kernels: SpanKernels, rule: Rule, x: dict[str, Tensor], pieces: Sequence[Piece], S0: Tensor, do: Tensor, dS: Tensor
+) -> dict[str, Tensor]:
+    """The same of ranks whose states go by messages: each says what its `pieces` do to a state, and then takes what
+    enters them."""
+    ranks = [[p for p in pieces if p.rank == rank] for rank in range(1 + max(p.rank for p in pieces))]
+    mine = [torch.cat([torch.arange(p.begin, p.end) for p in own]) for own in ranks]
+    mine = [t.to(S0.device) for t in mine]
+    cus = [torch.tensor([0, *accumulate(p.end - p.begin for p in own)], dtype=torch.int32) for own in ranks]
+    new = lambda: [S0.new_zeros(len(S0), len(own), *S0.shape[2:]) for own in ranks]  # noqa: E731
+    calls = []
+    for tokens, cu in zip(mine, cus):
+        inputs = Inputs(**{n: t[:, tokens].contiguous() for n, t in x.items()})
+        calls.append(ScannedSpans.of(kernels, rule, inputs, cu, x["q"].shape[-1] ** -0.5, OutputUse(True)))
+
+    def through(A: Tensor, S: Tensor, back: bool) -> Tensor:
+        return A[..., None] * S if A.dim() < S.dim() else (A.mT if back else A) @ S
+
+    summaries, enters, S, on = [call.summary(None, True) for call in calls], new(), torch.empty_like(S0), S0[:, 0]
+    for p in pieces:
+        on = S0[:, p.document] if p.starts else on
+        enters[p.rank][:, p.number] = on
+        summary = summaries[p.rank]
+        on = through(summary.transition[:, p.number], on, False) + summary.leaving[:, p.number]
+        if p.ends:
+            S[:, p.document] = on
+    outs = [call.output(S, summary) for call, S, summary in zip(calls, enters, summaries)]
+    backs = [Backward(S, do[:, t].contiguous(), out.saved) for S, t, out in zip(enters, mine, outs)]
+    adjoints = [call.adjoint(back, None) for call, back in zip(calls, backs)]
+    ends, dS0 = new(), torch.empty_like(S0)
+    for p in reversed(pieces):
+        on = dS[:, p.document] if p.ends else on
+        ends[p.rank][:, p.number] = on
+        on = through(summaries[p.rank].transition[:, p.number], on, True) + adjoints[p.rank].entering[:, p.number]
+        if p.starts:
+            dS0[:, p.document] = on
+    grads = [call.gradients(*of) for call, *of in zip(calls, backs, ends, adjoints)]
+    found = {n: torch.cat([getattr(g.inputs, n) for g in grads], 1) for n in x}
+    found |= {"o": torch.cat([out.o for out in outs], 1)}
+    order = torch.cat(mine).argsort()
+    return {n: t[:, order] for n, t in found.items()} | {"S": S, "S0": dS0}

@@ -95,7 +95,7 @@ class ScalarDecayRecurrence(SpanRecurrence[ScalarDecayMaps]):
             gates, maps = self._maps(border is not None or S0 is not None)
         else:
             gates, maps = gates_of(plan, self.inputs), None
-        entered = enter(plan, maps, S0) if border is None else cross(plan, maps, S0, False, border)()
+        entered = enter(plan, maps, S0) if border is None else cross(plan, maps, S0, False, border, final=False)()
         o = plan.tokens(plan.sizes.V)
         states = chunk_states(plan) if self._by_chunk(False) and self.use.saved and plan.saves_states else None
         attend(plan, gates, Roles(q, k, v), o, entered.entering, Left(entered.leaving, states))
@@ -148,7 +148,7 @@ class ScalarDecayRecurrence(SpanRecurrence[ScalarDecayMaps]):
         beside = border.beside if meanwhile else None
         crowded = replace(self, plan=replace(self.plan, crowded=beside is not None))
         found = crowded._maps_back(backward)
-        crossed = cross(crowded.plan, found.maps, dS_end, True, border, beside)
+        crossed = cross(crowded.plan, found.maps, dS_end, True, border, beside, final=False)
         prepared = crowded._prepared(backward, found.gates)
         return crowded._rest(backward, found.gates, prepared, crossed())
 

@@ -34,16 +34,16 @@ def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool
 
 def cross(
     plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None = None,
-    passed: Tensor | None = None, final: bool = True,
+    passed: Tensor | None = None, *, final: bool,
 ) -> Callable[[], Entered]:  # fmt: skip
     """Start `enter` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the result
-    waits for it. `passed`: that of the way forward. `final`: whether what leaves under dense maps is wanted (under
-    elementwise ones the pass over the spans finds it)."""
+    waits for it. `passed`: that of the way forward. `final`: whether what leaves is wanted
+    (the passes over chunks under elementwise maps find it themselves)."""
     found = _own(plan, maps, S, reverse, border, passed)
     with aside(beside):
         border.spans(
             maps, S, found.entering, found.leaving, plan.spans.first, reverse, beside=beside is not None,
-            through=found.passed, final=final and plan.dense,
+            through=found.passed, final=final,
         )  # fmt: skip
     return partial(_arrived, beside, (maps, S), found)
 

@@ -1,5 +1,6 @@
 """What the launches in CUDA C++ on Hopper do where states meet those of other ranks (see `scanned_spans`): a launch
 finds what spans do to a state, another goes over all spans at once, each from what enters it, and backward the same.
+GLA's never carry states themselves.
 
 What the maps' launches leave out (see `maps.cuh`) the others do not ask for: both decide alike, by the same bound, or
 by what the forward has found.
@@ -17,8 +18,9 @@ from ring_la.kernels.protocol import Inputs, Mail, SpanMaps
 from ring_la.kernels.runtime.zeros import clear
 from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.wy import gdn_launches, kda_launches
+from ring_la.kernels.wy import gdn_launches, gla_launches, kda_launches
 from ring_la.kernels.wy.gdn_launches import GDNCall
+from ring_la.kernels.wy.gla_launches import KeptPairs
 from ring_la.kernels.wy.kda_launches import KDACall
 from ring_la.kernels.wy.passing import Passing
 from ring_la.kernels.wy.span_call import HEAD, SpanCall, chunk_count
@@ -283,4 +285,49 @@ class KDASpans:
         return by_key_head(to, call.inputs.q.shape[2])
 
 
-DELTA, KDA = DeltaSpans(), KDASpans()
+class GLASpans:
+    """GLA's, whose transitions are decays by key channel, as log2 ``[B, NS, H, K]``."""
+
+    left: ClassVar[int] = 2
+
+    def cut(self, inputs: Inputs, cu: Tensor | None, scale: float, train: bool) -> Cut:
+        return _cut(SpanCall.of(inputs, cu, scale, gdn_launches.across))
+
+    def keeps(self, inputs: Inputs, cu: Tensor | None) -> bool:
+        return gla_launches.keeps(inputs, cu)
+
+    def carries(self, call: SpanCall, back: bool) -> bool:
+        return False
+
+    def maps(self, call: SpanCall, train: bool, arrived: Tensor | None) -> SpanMaps:
+        B, _, H, _ = call.inputs.v.shape
+        found = SpanMaps("diagonal", _room(call), call.new(B, call.count // B, H, HEAD), True)
+        passing = Passing(found.own, found.transition, maps=True)
+        gla_launches.run(call, _heads(call), None, (None, None), None, passing)
+        return found
+
+    def output(
+        self, call: SpanCall, entering: Tensor, maps: SpanMaps, keep: bool, carried: Carried | None
+    ) -> tuple[Tensor, Saved]:
+        o, heads = torch.empty_like(call.inputs.v), _heads(call)
+        kept = gla_launches.room(call, len(heads)) if keep else None
+        gla_launches.run(call, heads, o, (None, None), kept, Passing(entering, given=True))
+        return o, () if kept is None else tuple(kept)
+
+    def prepared(self, call: SpanCall, maps: SpanMaps, saved: Saved, carried: Carried | None) -> Chunks:
+        return None
+
+    def add_back(self, call: SpanCall, maps: SpanMaps, saved: Saved, do: Tensor, carried: Carried | None) -> None:
+        kept, passing = KeptPairs(*saved), Passing(maps.own, maps=True)
+        gla_launches.back(call, _heads(call), (None, None), kept, do, None, passing)
+
+    def gradients(
+        self, call: SpanCall, entering: Tensor, maps: SpanMaps, saved: Saved, do: Tensor, prepared: Chunks,
+        carried: Carried | None,
+    ) -> Inputs:  # fmt: skip
+        to, kept = gla_launches.results(call), KeptPairs(*saved)
+        gla_launches.back(call, _heads(call), (None, None), kept, do, to, Passing(entering, given=True))
+        return by_key_head(to, call.inputs.q.shape[2])
+
+
+DELTA, KDA, GLA = DeltaSpans(), KDASpans(), GLASpans()

@@ -1,12 +1,18 @@
 // What GLA's fused kernels share: arguments, and how far back a span begins. Chunks of 32 tokens, K = V = 128.
+//
+// Where states come from other ranks, a launch with MAPS finds what spans do to a state (maps.cuh): what their tokens leave of no state
+// and, forward, how much they leave of each channel of K. One that is GIVEN what enters each then goes over all of them. A file that
+// includes this says before it whether chunks' q and k are wanted (WITH_Q, WITH_K).
 #pragma once
 #define C 32  // tokens a chunk
 #define D 128 // channels of a head
 #define OUTER a.length
 #include "half.cuh"
+#include "maps.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
 #define BACK 24         // chunks that a span may begin early
+#define NOTHING -1e4f   // log2 of what is left where all is forgotten
 
 struct Args {
   const u16 *q, *k, *v;  // [tokens, HK, 128], v [tokens, H, 128], bf16
@@ -16,14 +22,20 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`
-  float* states;         // [count, H, 128 * 128]
+  int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`; null if GIVEN, and
+                         // for MAPS
+  float* states;         // [count, H, 128 * 128]; GIVEN: what enters every span, as S0 holds it, so that none waits; MAPS: what each
+                         // span's tokens leave of no state, [count, H, K, V]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_P;           // [chunks, heads, 32 * 32 + 8], see `pair_place`; behind them what the state was multiplied by
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int pick;              // whether spans that wait go first, see `choose`; if not, programs take their own numbers
   float scale;
+#if MAPS
+  float* parts;          // forward: log2 of what spans leave of each channel, [count, H, K]
+#endif
+  static constexpr int given = GIVEN;
 };
 
 #define PAIRS (2 * C * C + 16)  // bytes that a chunk keeps of its pairs
@@ -61,8 +73,8 @@ INLINE void make_factors(const float (&GL)[4], bool hard, float fq, float fk, u3
 #pragma unroll
     for (int l = 0; l < GROUP; l++) {
       gates(g[l], g_at + (i0 + l) * bytes, lane);
-      lds64(q[l], q_at + tile_place(i0 + l, chunk) + half);
-      lds64(k[l], k_at + tile_place(i0 + l, chunk) + half);
+      if (WITH_Q) lds64(q[l], q_at + tile_place(i0 + l, chunk) + half);
+      if (WITH_K) lds64(k[l], k_at + tile_place(i0 + l, chunk) + half);
     }
     __syncwarp();
 #pragma unroll
@@ -76,8 +88,8 @@ INLINE void make_factors(const float (&GL)[4], bool hard, float fq, float fk, u3
         y[j] = ex2(down[j] - G[j]) * fk;
       }
       const u32 place = tile_place(i, chunk) + half;
-      sts64(q_at + place, pack<FP16>(lo(q[l][0]) * x[0], hi(q[l][0]) * x[1]), pack<FP16>(lo(q[l][1]) * x[2], hi(q[l][1]) * x[3]));
-      sts64(k_at + place, pack<FP16>(lo(k[l][0]) * y[0], hi(k[l][0]) * y[1]), pack<FP16>(lo(k[l][1]) * y[2], hi(k[l][1]) * y[3]));
+      if (WITH_Q) sts64(q_at + place, pack<FP16>(lo(q[l][0]) * x[0], hi(q[l][0]) * x[1]), pack<FP16>(lo(q[l][1]) * x[2], hi(q[l][1]) * x[3]));
+      if (WITH_K) sts64(k_at + place, pack<FP16>(lo(k[l][0]) * y[0], hi(k[l][0]) * y[1]), pack<FP16>(lo(k[l][1]) * y[2], hi(k[l][1]) * y[3]));
       if (leave_G) sts128(g_at + i * bytes + lane * 16, G);
     }
   }
@@ -145,3 +157,24 @@ INLINE void hand_on(float (&S)[16][4], const Args& a, int from, int s, int h, u3
   if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
   load(S, before);
 }
+
+#if MAPS
+// A program's span, and the chunks that its map is found from.
+struct Part { Span x; int s, h; Reach r; };
+INLINE Part part_of(const Args& a, bool forward, u32 base, int lane) {
+  const int s = blockIdx.x / a.heads, h = a.first_head + blockIdx.x % a.heads;
+  const Span x = span_of(a, s);
+  return {x, s, h, x.end > x.begin ? reach(a, x, s, h, forward, true, base, lane) : Reach{0, 0, 0, 0}};
+}
+#else
+// A program's span, and how many chunks more it begins with, see `choose`; by its number if GIVEN, since none waits.
+template <class Bound> INLINE Choice chosen(const Args& a, bool forward, u32 said, Bound bound) {
+#if GIVEN
+  const int s = blockIdx.x / a.heads, h = a.first_head + blockIdx.x % a.heads;
+  const Span x = span_of(a, s);
+  return {s, h, x.end > x.begin ? bound(s, x, h) : 0};
+#else
+  return choose(a, forward, !a.pick, said, bound);
+#endif
+}
+#endif

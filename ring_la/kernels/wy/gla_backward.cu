@@ -16,6 +16,8 @@
 // each, one fetches states, eight carry dS transposed, [V, K]. A span that is not a piece's last starts up to 24 chunks late
 // from zero where those forget what comes from the right, or with the piece's end; else it finds what its tokens leave of no
 // dS, waits for the span after it, hands its own on, and goes over its tokens once more.
+#define WITH_Q 1
+#define WITH_K !MAPS
 #include "gla.cuh"
 
 #define SLOTS 3 // chunks under way, one a warp that makes factors
@@ -67,9 +69,9 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
     const bool ok = 2 * i < live;
     const char *from = ok ? q : (const char*)a.q, *from_o = ok ? o : (const char*)b.dout;
     cp16(place + OFF_Q, from, ok);
-    cp16(place + OFF_K, from + to_k, ok);
+    if (WITH_K) cp16(place + OFF_K, from + to_k, ok);
     cp16(place + OFF_X, from_o, ok);
-    cp16(place + OFF_V, from_o + to_v, ok && own);
+    if (!MAPS) cp16(place + OFF_V, from_o + to_v, ok && own);
     q += 2 * sk; o += 2 * sv;
   }
   load_gates(a, t, end, h, at + OFF_G, ROW, lane);
@@ -91,7 +93,11 @@ INLINE void make_chunk(float scale, bool own, float* left, u32 sums, u32 numbers
   }
   sts128(at + OFF_E + lane * 16, E);
   const Size q = size_of(largest_in(at + OFF_Q, lane), exponent(scale) + 1, ORDINARY);
+#if MAPS
+  const Size k = {0, true}, v = k;
+#else
   const Size k = size_of(largest_in(at + OFF_K, lane), 0, ORDINARY), v = size_of(largest_in(at + OFF_V, lane), 0, ORDINARY);
+#endif
   const int o = min(max(size_of(largest_in(at + OFF_X, lane), 0, WIDEST).e, -WIDEST), WIDEST);
   if (kind == HALVES && !(q.fits && k.fits && v.fits)) kind = WIDE;
   const bool half = kind == HALVES;
@@ -106,7 +112,7 @@ INLINE void make_chunk(float scale, bool own, float* left, u32 sums, u32 numbers
     sts32(numbers + 32, __float_as_uint(dg));
   }
   if (half) {
-    to_halves(at + OFF_V, power(3 - v.e), lane);
+    if (!MAPS) to_halves(at + OFF_V, power(3 - v.e), lane);
     to_halves(at + OFF_X, power(3 - o), lane);
     make_factors<true>(GL, false, scale * power(4 - q.e), power(4 - k.e), at + OFF_Q, at + OFF_K, at + OFF_G, ROW, true, lane);
   } else {
@@ -125,7 +131,7 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
   for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int m = (c / n + 1) * n - 1 - c;
-    const bool own = c >= first;
+    const bool own = !MAPS && c >= first;
     const u32 numbers = base + NUMBERS + w * 64;
     load_chunk(b, x.begin + m * C, lim, x.chunk + m, h, own, numbers, at, lane);
     cp_wait();
@@ -393,7 +399,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     const bool half = kind == HALVES, hard = kind == HARD;
     const float change = unit.next(half, __uint_as_float(said[1]), __uint_as_float(said[2]));
     decay_by(S, at + OFF_E, change, lane);
-    const Chunk x = {at, numbers, begin + (stop - 1 - c) * C, end, (bool)uniform(c >= first), hard};
+    const Chunk x = {at, numbers, begin + (stop - 1 - c) * C, end, !MAPS && uniform(c >= first), hard};
     if (half) step<true>(S, b, x, unit.by * inverse(__uint_as_float(said[3])), c - first, h, base, w, lane);
     else step<false>(S, b, x, 1.f, c - first, h, base, w, lane);
     decay(S, at + OFF_E, lane);
@@ -407,25 +413,36 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
                     int w, int lane) {
   const Args& a = b.a;
   float S[16][4];
-  if (passes == 1 && waits)
+  if (passes == 1 && waits && !a.given)
     take(S, a, s + 1, h, w, lane);
   else
-    begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+    begin_with(S, entering(a, x.piece, s, h, known, waits), w, lane);
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
     walk(S, b, h, uniform(x.begin), uniform(x.end), pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
     if (pass < passes - 1) hand_on(S, a, s + 1, s, h, base + SUMS, SLOTS, w, lane);
   }
-  if (passes == 1) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
+  if (passes == 1 && !a.given) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
+
+// How many chunks from token t on, of so many tokens there, forget what comes from the right, or -1. By all warps.
+INLINE int forgotten_behind(const Args& a, int t, int there, int h, u32 base, int lane) {
+  return forgotten_after(a, t, C, there / C, h, base, base + SAID + 16, lane);
+}
+#if MAPS
+INLINE Forgets forgetting(const Args& a, int t, int next, int there, int beyond, int, int h, bool behind, u32 base, int lane) {
+  const int found = uniform(forgotten_behind(a, t, there, h, base, lane));
+  return {found, found >= 0 && behind ? uniform(forgotten_behind(a, next, beyond, h, base, lane)) : -1};
+}
+#endif
 
 // How many chunks late a span begins, or -1: it waits. By all warps.
 INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.last) return 0;
   const int behind = piece_end(a, x) - x.end;
-  int found = forgotten_after(a, x.end, C, behind / C, h, base, base + SAID + 16, lane);
-  if (found < 0 && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
-  if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
+  int found = forgotten_behind(a, x.end, behind, h, base, lane);
+  if (found < 0 && !a.given && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
+  if (!a.given && threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
   return uniform(found);
 }
 
@@ -445,14 +462,29 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_backward(const __grid_c
   }
   for (int i = tid; i < SLOTS * 128; i += 384) sts32(base + SUMS + i * 4, 0);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const Choice mine = choose(a, false, !a.pick, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
+#if MAPS
+  const Part p = part_of(a, false, base, lane);
+  if (p.x.end <= p.x.begin) return;
+  __syncthreads();  // what found the part lay where slots are
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    if (w < SLOTS) produce(b, p.x, p.h, p.x.end, p.r.n, 1, p.r.n, base, w, lane);
+  } else {
+    registers_up<200>();
+    float S[16][4];
+    begin_with(S, 0, w, lane);
+    walk(S, b, p.h, p.x.begin, p.x.end, 0, p.r.n, p.r.n, base, w, lane);
+    put_state(S, a.states + ((u64)p.s * a.H + p.h) * (D * D), w, lane);
+  }
+#else
+  const Choice mine = chosen(a, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int lim = piece_end(a, x);
-  const bool known = x.last || (behind >= 0 && behind * C >= lim - x.end);
+  const bool known = x.last || (!a.given && behind >= 0 && behind * C >= lim - x.end);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
-  const int passes = uniform(behind < 0 && !x.first ? 2 : 1), first = n * passes - own;
+  const int passes = uniform(behind < 0 && !x.first && !a.given ? 2 : 1), first = n * passes - own;
   __syncthreads();  // SUMS are zero
   if (uniform(tid >> 8)) {
     registers_down<104>();
@@ -462,4 +494,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_backward(const __grid_c
     registers_up<200>();
     consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);
   }
+#endif
 }

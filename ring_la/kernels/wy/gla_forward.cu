@@ -16,6 +16,8 @@
 // A span that is not a piece's first starts up to 24 chunks early from zero where what entered there is forgotten in every
 // channel when the span begins. Where it is not, the span finds what its tokens leave of no state, waits for the state that
 // the one before it leaves, hands its own on (a decay of each channel and a sum), and goes over its tokens once more.
+#define WITH_Q !MAPS
+#define WITH_K 1
 #include "gla.cuh"
 
 #define MAKERS 4 // warps that make factors
@@ -58,7 +60,7 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
     const int r = 2 * i + row;
     const bool ok = 2 * i < live;
     const char* from = ok ? q : (const char*)a.q;
-    cp16(at + OFF_Q + tile_place(r, j), from, ok);
+    if (WITH_Q) cp16(at + OFF_Q + tile_place(r, j), from, ok);
     cp16(at + OFF_K + tile_place(r, j), from + to_k, ok);
     cp16(at + OFF_V + r * 256 + swz(r, j), ok ? v : (const char*)a.v, ok);
     q += 2 * sk; v += 2 * sv;
@@ -105,7 +107,7 @@ INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbe
     sts128(sums + lane * 16, left);
   }
   sts128(at + OFF_E + lane * 16, E);
-  const Size q = size_of(largest_in(at + OFF_Q, lane), exponent(scale) + 1, ORDINARY);
+  const Size q = WITH_Q ? size_of(largest_in(at + OFF_Q, lane), exponent(scale) + 1, ORDINARY) : Size{0, true};
   const Size k = size_of(largest_in(at + OFF_K, lane), 0, ORDINARY), v = size_of(largest_in(at + OFF_V, lane), 0, ORDINARY);
   if (kind == HALVES && !(q.fits && k.fits && v.fits)) kind = WIDE;
   const bool half = kind == HALVES;
@@ -128,9 +130,9 @@ INLINE void make_chunk(float scale, bool pairs, float* left, u32 sums, u32 numbe
   else make_pairs<false>(at + OFF_Q, at + OFF_K, 1.f, at + OFF_P, lane);
 }
 
-// The chunks of `passes` over a span, n each; of two passes the first is without outputs.
+// The chunks of `passes` over a span, n each; of two passes the first is without outputs, as is that of MAPS.
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
-  const int total = n * passes, last = total - n;  // the first chunk of the last pass
+  const int total = n * passes, last = MAPS ? total : total - n;  // the first chunk of the last pass
   float left[4] = {0.f, 0.f, 0.f, 0.f};
   auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
   auto ask = [&](int c) {
@@ -208,7 +210,7 @@ INLINE void ask_products(float (&S)[16][4], float (&RO)[16], float by, bool hard
   if (!FP16 && hard) decay_to_end(S, ends, lane);
   wg_fence();
 #pragma unroll
-  for (int ks = 0; ks < 8; ks++)
+  for (int ks = 0; ks < 8 * WITH_Q; ks++)
     wgmma32<FP16>(RO, f[ks], descriptor(at + OFF_Q + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
   wgmma128<FP16>(S, v[0], descriptor(at + OFF_K, HALF, 1024));
   wgmma128<FP16>(S, v[1], descriptor(at + OFF_K + 2048, HALF, 1024));
@@ -228,7 +230,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
   auto finish_before = [&](int c) {
     const u32 at = base + c % SLOTS * SLOT, numbers = base + NUMBERS + c % SLOTS * 32;
     const int t = t0 + (c - c0) * C;
-    if (t >= begin && a.o) {
+    if (!MAPS && t >= begin && a.o) {
       const float by = lds(numbers + 16);
       if (uniform(lds32(numbers)) == HALVES) finish<true>(O, a, at, by, t, end, h, w, lane);
       else finish<false>(O, a, at, by, t, end, h, w, lane);
@@ -261,10 +263,12 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     else ask_products<false>(S, RO, by, hard, base + ENDS + slot * 512, at, kept, base + STAGE + w * 4096, w, lane);
     if (c > c0) finish_before(c - 1);
     wg_wait(S);
+#if !MAPS
     wg_settled(RO);
     const float share = half ? 0.25f * inverse(by) : 1.f;
 #pragma unroll
     for (int i = 0; i < 16; i++) O[i] = RO[i] * share;
+#endif
     decay(S, at + OFF_E, lane);
   }
   if (n) finish_before(c0 + n - 1);
@@ -275,8 +279,8 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
                     int lane) {
   float S[16][4];
   const int end = uniform(x.end);
-  if (passes > 1 || !waits)
-    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  if (passes > 1 || !waits || a.given)
+    begin_with(S, entering(a, x.piece, s, h, x.first, waits), w, lane);
   else
     take(S, a, s - 1, h, w, lane);
 #pragma unroll 1
@@ -285,15 +289,26 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
     walk(S, a, h, t0, last ? uniform(x.begin) : end, end, KEEP ? uniform(x.chunk) : 0, pass * n, n, base, w, lane);
     if (!last) hand_on(S, a, s - 1, s, h, base + SUMS, MAKERS, w, lane);
   }
-  if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
+  if (passes == 1 && !a.given) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
+
+// How many chunks before token t, of so many tokens there, forget what enters them, or -1. By all warps.
+INLINE int forgotten_before(const Args& a, int t, int there, int h, u32 base, int lane) {
+  return forgotten_after(a, t - C, -C, there / C, h, base, base + SAID + 16, lane);
+}
+#if MAPS
+INLINE Forgets forgetting(const Args& a, int t, int next, int there, int beyond, int, int h, bool behind, u32 base, int lane) {
+  const int found = uniform(forgotten_before(a, t, there, h, base, lane));
+  return {found, found >= 0 && behind ? uniform(forgotten_before(a, next, beyond, h, base, lane)) : -1};
+}
+#endif
 
 // How many chunks early a span begins, or -1: it waits. By all warps.
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.first) return 0;
   const int before = x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T);  // tokens of the piece
-  const int found = forgotten_after(a, x.begin - C, -C, before / C, h, base, base + SAID + 16, lane);
-  if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
+  const int found = forgotten_before(a, x.begin, before, h, base, lane);
+  if (!a.given && threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
   return uniform(found);
 }
 
@@ -310,12 +325,33 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_forward(const __grid_co
   }
   for (int i = tid; i < MAKERS * 128; i += 384) sts32(base + SUMS + i * 4, 0);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const Choice mine = choose(a, true, !a.pick, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
+#if MAPS
+  const Part p = part_of(a, true, base, lane);
+  if (p.x.end <= p.x.begin) return;
+  __syncthreads();  // SUMS are zero
+  if (uniform(tid >> 8)) {
+    registers_down<120>();
+    produce(a, p.x, p.h, p.r.t0, p.r.n, 1, base, w, lane);
+  } else {
+    registers_up<192>();
+    float S[16][4];
+    begin_with(S, 0, w, lane);
+    walk(S, a, p.h, p.r.t0, p.x.end, p.x.end, 0, 0, p.r.n, base, w, lane);
+    const u64 i = (u64)p.s * a.H + p.h;
+    put_state(S, a.states + i * (D * D), w, lane);
+    if (tid < D) {
+      float left = p.r.whole ? 0.f : NOTHING;
+      for (int m = 0; m < MAKERS; m++) left += lds(base + SUMS + m * 512 + tid * 4);
+      a.parts[i * D + tid] = left;
+    }
+  }
+#else
+  const Choice mine = chosen(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, back = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
-  const int passes = back < 0 && !x.last ? 2 : 1;
+  const int passes = back < 0 && !x.last && !a.given ? 2 : 1;
   __syncthreads();  // SUMS are zero
   if (uniform(tid >> 8)) {
     registers_down<120>();
@@ -327,4 +363,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) gla_forward(const __grid_co
     if (lane == 0) copied_out();
 #endif
   }
+#endif
 }

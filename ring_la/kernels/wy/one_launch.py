@@ -2,9 +2,9 @@
 `gla_launches`, `dplr_launches`).
 
 What comes into a span of tokens is often forgotten there, so that spans start early from zero, by a bound that holds;
-one that does not forget waits for the span before it. A delta rule whose states meet those of other ranks may go by
-the same kernels in two launches, or KDA forward in one, which carries states itself (`scanned_spans`); other such calls
-go by chunks of 64 tokens, as does whatever these kernels have no part for.
+one that does not forget waits for the span before it. A delta rule or GLA whose states meet those of other ranks may
+go by the same kernels in two launches, or KDA forward in one, which carries states itself (`scanned_spans`); other such
+calls go by chunks of 64 tokens, as does whatever these kernels have no part for.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Least(NamedTuple):
     delta_none: int | None = None
     delta_scalar: int | None = None
     delta_diagonal: int | None = None
+    additive_diagonal: int | None = None
 
     def takes(self, rule: Rule, inputs: Inputs) -> bool:
         least: int | None = getattr(self, str(rule.plain), None)
@@ -89,14 +90,15 @@ DPLR_BY_LAUNCH = True
 """The same of DPLR whose gate has a bound."""
 ACROSS = Least(delta_scalar=2**17, delta_diagonal=2**17)
 """Of calls that exchange states. From so many on each that was measured on an H200 took less time than in chunks, the
-gated delta rule 0.62 to 0.86 of it, KDA 0.14 to 0.91; smaller calls, and those without gates, no GPU has timed."""
+gated delta rule 0.62 to 0.86 of it, KDA 0.14 to 0.91; smaller calls, those without gates, and GLA's (whose rule is
+additive) no GPU has timed."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
 KDA = Launches(_kda, _kda_gradients, across=across.KDA)
 DELTA = _keeping(gdn_launches, KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
 DELTA = DELTA._replace(across=across.DELTA)
-GLA = _keeping(gla_launches, gla_launches.KeptPairs)
+GLA = _keeping(gla_launches, gla_launches.KeptPairs)._replace(across=across.GLA)
 DPLR = _keeping(dplr_launches, KeptChunks)
 
 
@@ -107,15 +109,16 @@ def knobs() -> tuple[int, bool, bool, Least]:
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     """The launches that a call might go by: KDA's where a bound of its gate is known, a delta rule's where no backward
-    pass follows or there is enough to do, GLA's and DPLR's if a switch above says so."""
+    pass follows or there is enough to do, GLA's and DPLR's if a switch above says so. Calls that train and exchange
+    states go so from a size on (`ACROSS`), or (DPLR's) never."""
     if rule.plain == Rule("delta", "diagonal"):
         return None if rule.lower_bound is None or rule.lower_bound < kda_launches.LEAST else KDA
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
         return DELTA if (DELTA.enough(inputs) if use.alone else ACROSS.takes(rule, inputs)) else None
-    if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH and (use.alone or not use.saved):
-        return GLA
+    if rule.plain == Rule("additive", "diagonal") and GLA_BY_LAUNCH:
+        return GLA if use.alone or not use.saved or ACROSS.takes(rule, inputs) else None
     if rule.plain == Rule("dplr", "diagonal") and DPLR_BY_LAUNCH and (use.alone or not use.saved):
         g, bound = inputs.g, rule.lower_bound
         fits = bound is not None and bound >= dplr_launches.LEAST and g is not None and g.dtype == torch.bfloat16

@@ -50,7 +50,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
         else:
             found = WYMaps(self._products(SavedProducts(), False, not self.use.saved), None)
         products, maps = found
-        entered = enter(plan, maps, S0) if border is None else cross(plan, maps, S0, False, border)()
+        entered = enter(plan, maps, S0) if border is None else cross(plan, maps, S0, False, border, final=plan.dense)()
         states = room_for_states(plan, v) if self.use.saved and plan.saves_states else None
         o = output(plan, products, v, entered.entering, entered.leaving, states)
         return Output(o, entered.leaving, self._saved(found, entered, states).flat if self.use.saved else ())
@@ -93,7 +93,7 @@ class WYRecurrence(SpanRecurrence[WYMaps]):
         if border is not None:
             found = self._maps_back(backward, True)
             beside = border.beside if saved.states is None else None  # `_prepared` has something to do
-            crossed = cross(plan, found.back, dS_end, True, border, beside, saved.passed)
+            crossed = cross(plan, found.back, dS_end, True, border, beside, saved.passed, final=plan.dense)
             prepared = self._prepared(backward, found.forward)
             return self._rest(backward, found.forward.products, prepared, crossed())
         if adjoint is not None:

@@ -18,6 +18,7 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.table import SAVED_STATES
+from ring_la.kernels.wy.passing import Passing
 from ring_la.kernels.wy.span_call import CHUNK, HEAD, SpanCall, by_row, chunk_count
 
 KEPT = 3 * SAVED_STATES
@@ -110,14 +111,19 @@ class SpanLaunches(Generic[Call, Kept]):
 def launch(
     call: SpanCall, kernel: CudaKernel, heads: range, read: tuple[Tensor | None, ...], o: Tensor | None, states: States,
     kept: tuple[Tensor | None, ...], numbers: tuple[int, ...], further: tuple[Tensor | None, ...] = (),
+    passing: Passing | None = None,
 ) -> None:  # fmt: skip
-    """A kernel whose spans wait by flags. `read`: what it reads beside q, k and v; `kept` and `numbers`: its own."""
+    """A kernel, whose spans wait by flags unless `passing` says otherwise. `read`: what it reads beside q, k and v;
+    `kept` and `numbers`: its own."""
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
     table = None if call.runs is None else call.runs.table
-    flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
+    passing = Passing(call.new(call.count, H, HEAD, HEAD)) if passing is None else passing
+    flags = None
+    if passing.waits:
+        flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
     kernel(
-        programs, *x.qkv, *read, o, *states, table, call.cu, flags, call.new(call.count, H, HEAD, HEAD), *kept,
+        programs, *x.qkv, *read, o, *states, table, call.cu, flags, passing.states, *kept,
         T, H, x.q.shape[2], call.count, call.length, call.pieces, heads.start, len(heads), *numbers, call.scale,
         *further,
     )  # fmt: skip
