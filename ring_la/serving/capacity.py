@@ -75,7 +75,7 @@ class Capacity:
             raise ArgumentError("stop", "a tuple of strings, none of them empty", repr(request.stop))
         if request.stop and not text.has_text:
             raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
-        request.sampler(None)
+        request.chooser()
 
     def fit(self, tokens: Iterable[int]) -> bool:
         """Whether there is memory for requests of so many tokens side by side."""

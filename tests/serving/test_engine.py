@@ -20,6 +20,7 @@ from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, HybridByB
 from ring_la.serving.static import StaticBatch
 from ring_la.serving.waiting import Busy
 from ring_la.surroundings import Surroundings
+from tests.serving import drawn
 from tests.serving.engines import FIXED, LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import make
 from tests.support.pool import group
@@ -190,8 +191,9 @@ def test_a_seed_gives_the_same_tokens_whoever_is_beside(ranks):
     got = ranks.run(2, check_sampling)[0]
     assert got == ranks.run(1, check_sampling)[0]
     for tokens_, seed in zip(got, (3, 4, 3)):
-        sampler = Sampler(1.5, 9, torch.Generator().manual_seed(seed))
-        assert tokens_ == generate(make(SOME), torch.tensor([prompt(13)]), 8, sampler)[0].tolist()
+        assert tokens_ == drawn.completion(make(SOME), prompt(13), 8, temperature=1.5, top_k=9, seed=seed)
+    more = dict(logit_bias={2: 4.0}, presence_penalty=0.5, frequency_penalty=0.5)
+    assert got[4] == drawn.completion(make(SOME), prompt(13), 8, temperature=1.5, top_k=9, seed=3, **more)
     assert got[0] != got[1]
     assert got[0] != got[4]
     assert got[3] == truth(prompt(13), 8)
