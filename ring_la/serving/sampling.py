@@ -175,32 +175,30 @@ class Choosers:
         ways: what these rows need, and maybe more.
         """
         rows = {name: x[first : first + len(logits)] for name, x in self._rows.items()} if ways else {}
-        good = (logits * 0).sum(-1) == 0  # in few launches: what is not finite is not a number times 0
+        wrong = (logits * 0).sum(-1) != 0  # in few launches: what is not finite is not a number times 0
         y = logits
         if Ways.CHANGED in ways:
             counts = rows["counts"]
             y = y.float() + rows["bias"] - rows["frequency"] * counts - rows["presence"] * (counts > 0)
         tokens = y.argmax(-1)
         if Ways.DRAWN in ways:
-            drawn, most = _drawn(y.float() / rows["temperature"], rows, self._places, Ways.CUT in ways)
+            drawn = _drawn(y.float() / rows["temperature"], rows, self._places, Ways.CUT in ways)
             tokens = torch.where(rows["drawn"], drawn, tokens)
-            good = good & ((most * 0 == 0) | ~rows["drawn"])
             rows["stream"].add_(STRIDE)
-        tokens = torch.where(good, tokens, -1)
+        tokens = tokens.masked_fill(wrong, -1)
         if Ways.CHANGED in ways:
             counts.scatter_add_(1, tokens.clamp(min=0)[:, None], self._one.expand(len(tokens), 1))
         return tokens
 
 
-def _drawn(y: Tensor, rows: Mapping[str, Tensor], places: Tensor, cut: bool) -> tuple[Tensor, Tensor]:
-    """The tokens drawn of ``y [N, V]``, logits by temperatures, and the largest y of each row: finite, where any can be
-    drawn."""
+def _drawn(y: Tensor, rows: Mapping[str, Tensor], places: Tensor, cut: bool) -> Tensor:
+    """The tokens drawn of ``y [N, V]``, logits by temperatures; −1 where none can be."""
     most = y.amax(-1, keepdim=True)
     weights = (y - most).exp()
     if cut:
         weights = weights.masked_fill_(_left_out(y, most, rows), 0)
-    # all numbers are below 0, so the largest ratio to −E is the least; the likeliest token's is not 0
-    return weights.div_(minus_exponential(rows["stream"], places)).argmin(-1), most[:, 0]
+    least = weights.div_(minus_exponential(rows["stream"], places)).min(-1)  # by −E: what is largest by E
+    return torch.where(least.values < 0, least.indices, -1)  # the likeliest token's is, unless there is no likeliest
 
 
 def _left_out(y: Tensor, most: Tensor, rows: Mapping[str, Tensor]) -> Tensor:

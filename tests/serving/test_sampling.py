@@ -204,12 +204,12 @@ class Still:
 
 EVERYTHING = OPTIONS[7]
 COUNTED = [
-    ({}, 7),
-    (dict(temperature=1.0), 37),
-    (dict(temperature=1.0, top_k=50, top_p=0.9), 55),
-    (dict(logit_bias={3: 1.0}, **PENALTIES), 15),
-    (EVERYTHING, 63),
-    (EVERYTHING | dict(logprobs=5), 72),
+    ({}, 6),
+    (dict(temperature=1.0), 34),
+    (dict(temperature=1.0, top_k=50, top_p=0.9), 52),
+    (dict(logit_bias={3: 1.0}, **PENALTIES), 14),
+    (EVERYTHING, 60),
+    (EVERYTHING | dict(logprobs=5), 69),
 ]
 """Rows' options, and how many operators there are at most, a copy of tokens for the host among them, and one of what is
 said of them."""
