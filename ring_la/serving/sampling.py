@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..inference import Sampler
+from ..kernels.choice import triton_installed
 from .dice import STRIDE, minus_exponential, places, stream
 
 
@@ -194,11 +195,21 @@ class Choosers:
 def _drawn(y: Tensor, rows: Mapping[str, Tensor], places: Tensor, cut: bool) -> Tensor:
     """The tokens drawn of ``y [N, V]``, logits by temperatures; −1 where none can be."""
     most = y.amax(-1, keepdim=True)
+    out = _left_out(y, most, rows) if cut else None
+    if by_kernel(y):
+        from .draw_kernel import draw
+
+        return draw(y, most, rows["stream"], out)
     weights = (y - most).exp()
-    if cut:
-        weights = weights.masked_fill_(_left_out(y, most, rows), 0)
+    if out is not None:
+        weights = weights.masked_fill_(out, 0)
     least = weights.div_(minus_exponential(rows["stream"], places)).min(-1)  # by −E: what is largest by E
     return torch.where(least.values < 0, least.indices, -1)  # the likeliest token's is, unless there is no likeliest
+
+
+def by_kernel(y: Tensor) -> bool:
+    """Whether one launch draws of ``y [N, V]``."""
+    return y.is_cuda and triton_installed()
 
 
 def _left_out(y: Tensor, most: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
