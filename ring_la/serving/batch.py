@@ -21,7 +21,7 @@ from ..nn.decoding import KVRows
 from ..nn.seats import Seats
 from .ahead import OnTheWay
 from .model import Served
-from .sampling import Chooser, Choosers, Chosen, Ways, said, told
+from .sampling import Chooser, Choosers, ChosenToken, Ways, said, told
 
 
 class Row(NamedTuple):
@@ -139,14 +139,14 @@ class Batch:
             self._said = OnTheWay(told(self.logits, tokens, max(asked)))
         return 0
 
-    def told(self) -> list[Chosen | None]:
+    def told(self) -> list[ChosenToken | None]:
         """The token that was chosen of each row, and what the model said of it where that is asked for; None where the
         logits are not finite, or none can be drawn."""
         tokens = self._picked.there(self._launched).tolist()
-        rows = tokens if self._said is None else self._said.there(self._launched).tolist()
+        of_each = [None] * len(tokens) if self._said is None else self._said.there(self._launched).tolist()
         return [
-            None if token < 0 else Chosen(token, None if self._said is None else said(told_, row.chooser.logprobs))
-            for token, told_, row in zip(tokens, rows, self.rows)
+            None if token < 0 else ChosenToken(token, said(numbers, row.chooser.logprobs))
+            for token, numbers, row in zip(tokens, of_each, self.rows)
         ]
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..inference import Sampler
-from .sampling import Chooser, Chosen, Said
+from .sampling import Chooser, ChosenToken, Said
 from .text import Stream
 
 LOG = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Completion:
         except Exception:  # whoever listens may be gone
             LOG.exception("nobody could be told that %s", message)
 
-    def take(self, chosen: Chosen, end: frozenset[int]) -> bool:
+    def take(self, chosen: ChosenToken, end: frozenset[int]) -> bool:
         """Pass on a token; whether it was the last."""
         token = chosen.token
         self.decoded += 1

@@ -14,7 +14,7 @@ from .batch import NOBODY, Batch, Row
 from .completion import Completion
 from .model import FATAL
 from .ranks import What, Word
-from .sampling import Chosen
+from .sampling import ChosenToken
 from .text import Text
 
 Doing = Callable[[Word, Row], Exception | None]
@@ -93,7 +93,7 @@ class Decoding:
         least = min(job.request.max_tokens - job.decoded for job in jobs)
         return min(most, least, max(1, int(self._hold / self._took)))
 
-    def _step_behind(self, jobs: Sequence[Completion], tokens: Sequence[Chosen | None]) -> None:
+    def _step_behind(self, jobs: Sequence[Completion], tokens: Sequence[ChosenToken | None]) -> None:
         """A step that is launched when its tokens are told."""
         stay = [not job.cancelled and not self._take(job, token) for job, token in zip(jobs, tokens)]
         if not any(stay):
@@ -106,7 +106,7 @@ class Decoding:
         """Steps that are launched each before its tokens are told. All ranks take as many: who ends on the way leaves
         behind the last, and so does everyone where tokens cannot be told."""
         word, going = Word(What.AHEAD, key=int(self._batch.sends), length=steps), dict(enumerate(jobs))
-        tokens: list[Chosen | None] = []
+        tokens: list[ChosenToken | None] = []
         error = failed = None
         for step in range(steps):
             if step and error is None:
@@ -145,7 +145,7 @@ class Decoding:
         self._say(Word(What.CLEAR), NOBODY)
         fail_all(jobs, error)
 
-    def _take(self, job: Completion, token: Chosen | None) -> bool:
+    def _take(self, job: Completion, token: ChosenToken | None) -> bool:
         """Pass on a sequence's token; whether it was the last."""
         try:
             if token is not None:

@@ -37,7 +37,7 @@ class Said(NamedTuple):
     """The likeliest tokens and the same of them, the likeliest first."""
 
 
-class Chosen(NamedTuple):
+class ChosenToken(NamedTuple):
     """A token of a sequence."""
 
     token: int
@@ -243,10 +243,9 @@ def told(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     return torch.cat([x.double() for x in (own, best.values, best.indices)], 1)
 
 
-def said(row: Sequence[float], top: int | None) -> Said | None:
-    """What a row of `told` says to who wants to hear of so many; None: of nothing."""
-    if top is None:
+def said(row: Sequence[float] | None, top: int | None) -> Said | None:
+    """What a row of `told` says to who asks for so many of the likeliest; None, where nothing is asked for."""
+    if row is None or top is None:
         return None
-    own, best = row[0], row[1:]
-    values, tokens = best[: len(best) // 2], best[len(best) // 2 :]
-    return Said(own, list(zip(map(int, tokens), values))[:top])
+    most = len(row) // 2
+    return Said(row[0], [(int(token), value) for token, value in zip(row[1 + most :], row[1 : 1 + min(top, most)])])

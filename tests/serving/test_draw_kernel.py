@@ -62,6 +62,7 @@ def test_small_numbers_are_exact():
     assert got == [min(range(tokens), key=lambda i: drawn.exponential(seed, 0, i)) for seed in seeds]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_where_nothing_can_be_drawn_there_is_no_token():
     options = [dict(temperature=1.0), dict(temperature=1.0, logit_bias={1: math.inf}), {}]
     choosers, ways = seated([*options, dict(temperature=1.0, logit_bias=dict.fromkeys(range(V), -math.inf))])

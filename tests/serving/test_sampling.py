@@ -82,16 +82,25 @@ def test_a_row_s_tokens_do_not_depend_on_who_is_beside_it():
         assert torch.equal(choosers.choose(z[rows], ways), want[n, rows])
 
 
+def test_a_rank_that_follows_has_the_graph_of_the_rank_that_leads():
+    ways = [Request([1], **options).chooser().ways for options in OPTIONS]
+    assert [Chooser.of(each).ways for each in ways] == ways
+    assert len({*ways}) == 5
+
+
 def test_who_comes_to_a_seat_has_nothing_of_who_left_it():
-    choosers, ways = seated(OPTIONS, room=len(OPTIONS))
-    logits = steps(6, len(OPTIONS))
-    for z in logits[:3]:
-        choosers.choose(z, ways)
-    for row, options in enumerate(OPTIONS[::-1]):
+    """Of bias and counts that would decide, and of what is drawn."""
+    first = [each | dict(logit_bias={3: 50.0}, frequency_penalty=0.1) for each in OPTIONS]
+    then = [each | dict(presence_penalty=2.0) for each in OPTIONS[::-1]]
+    choosers, ways = seated(first, room=len(OPTIONS))
+    logits = steps(1, len(OPTIONS))[0]
+    for _ in range(3):
+        choosers.choose(logits, ways)
+    for row, options in enumerate(then):
         choosers.seat(row, Request([1], **options).chooser(), V)
-    again, _ = seated(OPTIONS[::-1])
-    for z in logits[3:]:
-        assert torch.equal(choosers.choose(z, ways), again.choose(z, ways))
+    again, ways = seated(then)
+    for _ in range(6):
+        assert torch.equal(choosers.choose(logits, ways), again.choose(logits, ways))
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 4, 7, 50])
