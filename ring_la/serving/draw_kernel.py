@@ -47,6 +47,7 @@ def draw(y: Tensor, top: Tensor, streams: Tensor, out: Tensor | None) -> Tensor:
     """The tokens drawn ``[N]`` of fp32 ``y [N, V]``, logits by temperatures, the largest of which are ``top [N, 1]``,
     with int64 ``streams [N, 1]``, but for those in bool ``out [N, V]``; −1 where none can be."""
     rows, count = y.shape
+    y, out = y.contiguous(), None if out is None else out.contiguous()  # logits of shards may lie otherwise
     parts = cdiv(count, TOKENS)
     score, token = y.new_empty(rows, parts), streams.new_empty(rows, parts)
     launch(
