@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..capture import CapturedStep
+from ..capturing import CapturedStep
 from ..inference import KeyRows, LayerKeys, Prefilled
 from ..nn import KVCache
 from ..nn.decoding import KVRows

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..checks import check_has, check_kind
+from ..errors import ArgumentError, describe_tensor
 from ..inference import Sampler
 from .sampling import Chooser, ChosenToken, Said
 from .text import Stream
@@ -119,6 +121,10 @@ class Completion:
     """
 
     def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
+        check_kind("request", request, Request)
+        check_has("prompt", request.ids, ("__len__", "__iter__"), "token ids, ints")
+        if not callable(emit):
+            raise ArgumentError("emit", "a function of an Event", describe_tensor(emit))
         self.request, self.emit = request, emit
         self.reused = self.decoded = 0
         self.cancelled = self.over = False  # over: its end was told

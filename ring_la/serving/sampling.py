@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import is_finite, is_int
 from ..errors import ArgumentError
 from ..inference import Sampler
 from ..kernels.choice import triton_installed
@@ -82,14 +83,15 @@ class Chooser:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = [("temperature", self.sampler.temperature), ("presence_penalty", self.presence)]
-        numbers += [("frequency_penalty", self.frequency), *(("logit_bias", x) for x in self.bias.values())]
+        numbers = [("presence_penalty", self.presence), ("frequency_penalty", self.frequency)]
+        for name, value in numbers:
+            if not is_finite(value):
+                raise ArgumentError(name, "a finite number", repr(value))
+        numbers += [("temperature", self.sampler.temperature), *(("logit_bias", x) for x in self.bias.values())]
         for name, value in numbers:
             if isinstance(value, int) and abs(value) > LARGEST:  # no float holds it
                 raise ArgumentError(name, f"a number of at most {LARGEST}", f"an int of {value.bit_length()} bits")
-            if not isinstance(value, (int, float)) or value != value:
-                raise ArgumentError(name, "a number", repr(value))
-        if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
+        if self.logprobs is not None and not is_int(self.logprobs, 0):
             raise ArgumentError("logprobs", "an int ≥ 0 or None", repr(self.logprobs))
 
     @property

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ring_la.capture import CapturedStep
+from ring_la.capturing import CapturedStep
 from ring_la.models import hybrid
 from ring_la.serving import Engine, NoText, static
 from ring_la.serving.ahead import OnTheWay

@@ -179,8 +179,8 @@ def test_where_nothing_can_be_drawn_there_is_no_token():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(presence="a"), "presence_penalty: expected a number"),
-        (dict(frequency=math.nan), "frequency_penalty: expected a number"),
+        (dict(presence="a"), "presence_penalty: expected a finite number"),
+        (dict(frequency=math.nan), "frequency_penalty: expected a finite number"),
         (dict(frequency=10**400), "frequency_penalty: expected a number of at most 9223372036854775808, got an int of"),
         (dict(bias={1: 10**400}), "logit_bias: expected"),
         (dict(sampler=Sampler(10**400)), "temperature: expected"),
