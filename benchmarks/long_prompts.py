@@ -4,14 +4,15 @@ A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yam
 each length a prompt is read, and another one before, while kernels are compiled and room is made for so many keys (with
 --once of the first length alone); then so many sequences go on from it side by side, as its state is kept, and a
 token's time is taken while all are there. So many that a GPU has no memory for them are left out, and a row says so.
-With --sharded each rank has a part of the weights.
+With --sharded each rank has a part of the weights. Tokens are the likeliest; with --temperature they are drawn, with
+--top-p of the likeliest alone, and the rows say so.
 A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
 Of a token's times it has the smallest, the median ("milliseconds") and the 90th percentile; with --capture what a
 replay takes on rank 0's GPU, messages to other ranks included, and for how long that GPU then waits for the next; and
 for how long rank 0's host waits, a token: for other hosts, and for its GPU. Where replays follow each other at once,
 the GPU is what a token waits for.
-The bytes a step reads are weights (of experts those that one token chooses: the sequences are alike) and what this rank
-remembers of the sequences; that the tokens are right is for tests.
+The bytes a step reads are weights (of experts those that one token chooses: the sequences are alike unless drawn)
+and what this rank remembers of the sequences; that the tokens are right is for tests.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ SPARE = 1.3
 class Asked(Completion):
     """A request, when its tokens came, and what follows it."""
 
-    def __init__(self, ids: Sequence[int], tokens: int) -> None:
+    def __init__(self, ids: Sequence[int], tokens: int, **sampling: float) -> None:
         self.times: list[float] = []
         self.end: Event | None = None
         self.then = lambda: None
-        super().__init__(Request(list(ids), tokens), self._hear)
+        super().__init__(Request(list(ids), tokens, **sampling), self._hear)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, NewToken):
@@ -72,6 +73,7 @@ class Runs:
         replays: Replays,
     ) -> None:
         self._engine, self._args, self._begun, self._rows, self._replays = engine, args, begun, rows, replays
+        self._sampling = {"temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
         self._waited = self._waits()
 
     def start(self, length: int) -> None:
@@ -83,7 +85,7 @@ class Runs:
             steps.insert(0, ("first token, cold", [Asked(cold, 2)]))
         for batch in self._args.batches:
             tokens = self._args.tokens + 2 * batch  # they come one after the other
-            steps.append((f"a token of {batch}", [Asked(warm, tokens) for _ in range(batch)]))
+            steps.append((f"a token of {batch}", [Asked(warm, tokens, **self._sampling) for _ in range(batch)]))
         self._next(length, steps)
 
     def _next(self, length: int, steps: list[tuple[str, list[Asked]]]) -> None:
@@ -132,7 +134,7 @@ class Runs:
             tokens = max(len(each.times) for each in jobs)
             row |= {what: 1e3 * (now - self._waited[what]) / tokens for what, now in self._waits().items()}
             row |= {"reused": jobs[0].reused, "all seconds": end - asked, "GiB read a step": self._bytes(jobs) / GIB}
-            row |= {"graphs": self._engine.batch.graphs}
+            row |= {"graphs": self._engine.batch.graphs} | self._sampling
         self._rows.add(row)
 
     def _waits(self) -> dict[str, float]:
@@ -250,6 +252,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=counts, default=[65536, 262144])
     parser.add_argument("--batches", type=counts, default=[1, 8, 64], help="sequences decoded side by side")
     parser.add_argument("--tokens", type=int, default=48, help="of each of them")
+    parser.add_argument("--temperature", type=float, default=0.0, help="at which tokens are drawn; 0: the likeliest")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of them, those drawn from; 1: all")
     parser.add_argument("--piece", type=int, default=65536, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--once", action="store_true", help="no prompt before that of each length but the first")
     parser.add_argument("--capture", action="store_true", help="a step of decoding is one CUDA graph")
@@ -262,6 +266,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.top_p != 1 and not args.temperature:
+        parser.error("--top-p is of tokens that are drawn: it needs a --temperature")
     begun = time.perf_counter()
     with job(), (replays := Replays()).noted():
         measure(ContextParallel(validate="never", timeout=120, transport=args.transport), args, begun, replays)

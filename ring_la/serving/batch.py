@@ -8,23 +8,28 @@ has memory of its own, and short ones are not padded to it. Under several ranks 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 
-from ..inference import KeyRows, LayerKeys, Prefilled, Sampler
+from ..capturing import CapturedStep
+from ..inference import KeyRows, LayerKeys, Prefilled
 from ..nn import KVCache
 from ..nn.decoding import KVRows
 from ..nn.seats import Seats
-from .model import FATAL, Served
-from .sampling import Chooser
+from .ahead import OnTheWay
+from .model import Served
+from .sampling import Chooser, Choosers, ChosenToken, Ways, said, told
 
 
 class Row(NamedTuple):
-    """One sequence of the batch: the number by which rank 0 knows whose it is; on ranks that follow without either."""
+    """One sequence of the batch: the number by which rank 0 knows whose it is, and how its tokens are chosen, of which
+    other ranks know the `Ways`."""
 
     number: int = 0
-    sampler: Sampler | Chooser | None = None
+    chooser: Chooser = Chooser()
 
 
 NOBODY = Row()
@@ -47,7 +52,9 @@ class Batch:
         self.rows: list[Row] = []
         self._after: Prefilled | None = None
         self._own = False  # whether the states are this batch's to be overwritten
-        self._picked: tuple[torch.Tensor, dict[int, Exception]] | None = None  # what `choose` has chosen, on rank 0
+        self._choosers = Choosers(model.device)
+        self._picked: OnTheWay | None = None  # what `choose` has chosen, on rank 0
+        self._said: OnTheWay | None = None  # what the model said of it
 
     @property
     def logits(self) -> torch.Tensor:
@@ -64,17 +71,24 @@ class Batch:
         """Tokens of each row, where something remembers single tokens, else 0."""
         return (lengths_of(self._after.states) or [0] * len(self.rows)) if self.rows else []
 
-    def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
+    @property
+    def _ways(self) -> Ways:
+        """What the rows' tokens need."""
+        return reduce(or_, (row.chooser.ways for row in self.rows), Ways(0))
+
+    def add(self, row: Row, prompt: Prefilled) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
         self._after = self._arranged(range(len(self.rows)), [prompt])
         self._own = bool(self.rows)
-        self.rows.append(Row(number, sampler))
+        self._choosers.seat(len(self.rows), row.chooser, prompt.logits.shape[1])
+        self.rows.append(row)
 
     def keep(self, rows: Sequence[int]) -> None:
         """These rows alone, in this order."""
         if len(rows) == len(self.rows):
             return
         self._after = self._arranged(rows, []) if rows else None
+        self._choosers.keep(rows)
         self._own = True
         self.rows = [self.rows[i] for i in rows]
 
@@ -117,37 +131,36 @@ class Batch:
     def choose(self) -> int:
         """Choose the next token of each row, which `told` says; how many steps may `go_ahead` from here, each before
         its tokens are told."""
-        self._picked = None
-        self._picked = self._next_tokens()
+        self._picked = self._said = None
+        tokens = self._next_tokens()
+        self._picked = OnTheWay(tokens)
+        asked = [row.chooser.logprobs for row in self.rows if row.chooser.logprobs is not None]
+        if asked:
+            self._said = OnTheWay(told(self.logits, tokens, max(asked)))
         return 0
 
-    def told(self) -> list[int | Exception | None]:
-        """The token that was chosen of each row; None where the logits are not finite, which no sampling survives, and
-        an error where they could not be sampled, which is that row's alone."""
-        return self._told(self._picked[0])
+    def told(self) -> list[ChosenToken | None]:
+        """The token that was chosen of each row, and what the model said of it where that is asked for; None where the
+        logits are not finite, or none can be drawn."""
+        tokens = self._picked.there(self._launched).tolist()
+        of_each = [None] * len(tokens) if self._said is None else self._said.there(self._launched).tolist()
+        return [
+            None if token < 0 else ChosenToken(token, said(numbers, row.chooser.logprobs))
+            for token, numbers, row in zip(tokens, of_each, self.rows)
+        ]
 
-    def _told(self, tokens: torch.Tensor) -> list[int | Exception | None]:
-        errors = self._picked[1]
-        return [errors.get(i, token if token >= 0 else None) for i, token in enumerate(tokens.tolist())]
+    @property
+    def _launched(self) -> CapturedStep | None:
+        """The step that tokens come behind, where it is one that does not wait for them."""
+        return None
 
     def go_ahead(self, send: bool) -> None:
         """Take the step of the tokens that are chosen, before a host knows them; `send`: rank 0 sends its own first."""
         raise NotImplementedError("of a batch that can")
 
-    def _next_tokens(self) -> tuple[torch.Tensor, dict[int, Exception]]:
-        """The next token of each row ``[N]``, on the device, −1 where the logits are not finite; errors of rows."""
-        logits = self.logits
-        finite = logits.isfinite().all(-1, keepdim=True)
-        logits = torch.where(finite, logits, 0)
-        errors: dict[int, Exception] = {}
-        if all(row.sampler.greedy for row in self.rows):
-            tokens = logits.argmax(-1)
-        else:
-            chosen = [_chosen_token(row.sampler, logits[i : i + 1]) for i, row in enumerate(self.rows)]
-            errors = {i: token for i, token in enumerate(chosen) if isinstance(token, Exception)}
-            nothing = finite.new_zeros(1, dtype=torch.int64)
-            tokens = torch.cat([nothing if isinstance(token, Exception) else token for token in chosen])
-        return torch.where(finite[:, 0], tokens, -1), errors
+    def _next_tokens(self) -> torch.Tensor:
+        """The next token of each row ``[N]``, on the device, −1 where there is none."""
+        return self._choosers.choose(self.logits, self._ways)
 
     def step(self, tokens: Sequence[int]) -> None:
         """Read the token that came of each row."""
@@ -171,16 +184,6 @@ def lengths_of(states: Sequence[Any]) -> list[int]:
         if isinstance(state, KVCache):
             return [state.k.shape[1]] * len(state.k)
     return []
-
-
-def _chosen_token(sampler: Sampler | Chooser, logits: torch.Tensor) -> torch.Tensor | Exception:
-    """The token ``[1]`` of one row, or why there is none."""
-    try:
-        return sampler(logits)
-    except FATAL:
-        raise
-    except Exception as error:  # of whatever kind: it is this row's
-        return error
 
 
 def _joined(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

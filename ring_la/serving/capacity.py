@@ -74,7 +74,7 @@ class Capacity:
         check_stop(request.stop)
         if request.stop and not text.has_text:
             raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
-        request.sampler(None)
+        request.chooser()
 
     def fit(self, tokens: Iterable[int]) -> bool:
         """Whether there is memory for requests of so many tokens side by side."""

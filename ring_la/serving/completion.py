@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
 from ..checks import check_has, check_kind
 from ..errors import ArgumentError, describe_tensor
 from ..inference import Sampler
-from .sampling import Chooser, Said
+from .sampling import Chooser, ChosenToken, Said
 from .text import Stream
 
 LOG = logging.getLogger(__name__)
@@ -82,10 +80,16 @@ class Request:
         """Tokens of the prompt and the longest completion."""
         return len(self.ids) + self.max_tokens
 
-    def sampler(self, generator: torch.Generator | None) -> Chooser:
+    def chooser(self) -> Chooser:
         """What chooses its tokens. Raises ArgumentError for values that make no sense."""
-        sampler = Sampler(self.temperature, self.top_k, generator, self.top_p)
-        return Chooser(sampler, self.logit_bias, self.presence_penalty, self.frequency_penalty, self.logprobs)
+        return Chooser(
+            Sampler(self.temperature, self.top_k, top_p=self.top_p),
+            dict(self.logit_bias or {}),
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.logprobs,
+            self.seed,
+        )
 
 
 @dataclass
@@ -125,7 +129,6 @@ class Completion:
         self.reused = self.decoded = 0
         self.cancelled = self.over = False  # over: its end was told
         self.stream: Stream | None = None
-        self.sampler: Chooser | None = None
         self.trail = Trail(len(request.ids))
 
     def cancel(self) -> None:
@@ -142,13 +145,13 @@ class Completion:
         except Exception:  # whoever listens may be gone
             LOG.exception("nobody could be told that %s", message)
 
-    def take(self, token: int, end: frozenset[int]) -> bool:
+    def take(self, chosen: ChosenToken, end: frozenset[int]) -> bool:
         """Pass on a token; whether it was the last."""
+        token = chosen.token
         self.decoded += 1
         self.trail.reused, self.trail.decoded = self.reused, self.decoded
         if token not in end:
-            said = None if self.sampler is None else self.sampler.said()
-            self.emit(NewToken(token, self.stream.push(token), said))
+            self.emit(NewToken(token, self.stream.push(token), chosen.said))
         stopped = token in end or self.stream.stopped
         if not stopped and self.decoded < self.request.max_tokens:
             return False

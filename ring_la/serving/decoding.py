@@ -14,6 +14,7 @@ from .batch import NOBODY, Batch, Row
 from .completion import Completion
 from .model import FATAL
 from .ranks import What, Word
+from .sampling import ChosenToken
 from .text import Text
 
 Doing = Callable[[Word, Row], Exception | None]
@@ -25,14 +26,14 @@ class Decoding:
     """The sequences of a batch, and the requests they answer.
 
     Args:
-        batch: what is decoded. text: the vocabulary. device: where tokens are chosen.
+        batch: what is decoded. text: the vocabulary.
         say: has all ranks do something, and returns the error they all have. do: has this one do it, where the others
             do so by themselves.
         together: whether all ranks decode, which are told of several steps at once.
     """
 
-    def __init__(self, batch: Batch, text: Text, device: torch.device, say: Doing, do: Doing, together: bool) -> None:
-        self._batch, self._text, self._device, self._say, self._do = batch, text, device, say, do
+    def __init__(self, batch: Batch, text: Text, say: Doing, do: Doing, together: bool) -> None:
+        self._batch, self._text, self._say, self._do = batch, text, say, do
         self._hold, self._took = HOLD if together else 0.0, math.inf  # seconds of the last step
         self._jobs: dict[int, Completion] = {}  # by the numbers of their rows
         self._numbers = itertools.count(1)
@@ -61,20 +62,12 @@ class Decoding:
     def join(self, job: Completion, state: int) -> None:
         """A request's prompt is read, up to that state: its sequence is decoded from now on."""
         try:
-            generator = torch.Generator(self._device)
-            if job.request.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(job.request.seed)
-            job.sampler = job.request.sampler(generator)
-        except FATAL:
-            raise
-        except Exception as error:
+            row = Row(next(self._numbers), job.request.chooser())
+        except Exception as error:  # it was well when it was submitted
             job.fail("the request has failed", error)
             return
-        row = Row(next(self._numbers), job.sampler)
         self._jobs[row.number] = job
-        fail_all([job], self._say(Word(What.JOIN, start=state), row))
+        fail_all([job], self._say(Word(What.JOIN, key=row.chooser.ways, start=state), row))
 
     def step(self) -> int:
         """A token of each sequence, or several, one after the other; how many. One that cannot be chosen, or told,
@@ -100,20 +93,20 @@ class Decoding:
         least = min(job.request.max_tokens - job.decoded for job in jobs)
         return min(most, least, max(1, int(self._hold / self._took)))
 
-    def _step_behind(self, jobs: Sequence[Completion], tokens: Sequence[int | Exception | None]) -> None:
+    def _step_behind(self, jobs: Sequence[Completion], tokens: Sequence[ChosenToken | None]) -> None:
         """A step that is launched when its tokens are told."""
         stay = [not job.cancelled and not self._take(job, token) for job, token in zip(jobs, tokens)]
         if not any(stay):
             self._say(Word(What.CLEAR), NOBODY)
             return
-        ids = torch.tensor([token if stays else -1 for token, stays in zip(tokens, stay)], device="cpu")
+        ids = torch.tensor([token.token if token and stays else -1 for token, stays in zip(tokens, stay)], device="cpu")
         fail_all([job for job, stays in zip(jobs, stay) if stays], self._say(Word(What.STEP, ids=ids), NOBODY))
 
     def _go_ahead(self, jobs: Sequence[Completion], steps: int) -> None:
         """Steps that are launched each before its tokens are told. All ranks take as many: who ends on the way leaves
         behind the last, and so does everyone where tokens cannot be told."""
         word, going = Word(What.AHEAD, key=int(self._batch.sends), length=steps), dict(enumerate(jobs))
-        tokens: list[int | Exception | None] = []
+        tokens: list[ChosenToken | None] = []
         error = failed = None
         for step in range(steps):
             if step and error is None:
@@ -152,15 +145,12 @@ class Decoding:
         self._say(Word(What.CLEAR), NOBODY)
         fail_all(jobs, error)
 
-    def _take(self, job: Completion, token: int | Exception | None) -> bool:
+    def _take(self, job: Completion, token: ChosenToken | None) -> bool:
         """Pass on a sequence's token; whether it was the last."""
         try:
-            if isinstance(token, int):
+            if token is not None:
                 return job.take(token, self._text.end)
-            if token is None:
-                job.fail("the model's result is not finite")
-            else:
-                job.fail("the request has failed", token)
+            job.fail("the model's result is not finite")
         except Exception as error:
             job.fail("the request has failed", error)
         return True

@@ -96,7 +96,7 @@ class Engine:
         self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)
         self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
-        self._decoding = Decoding(self.batch, text, model.device, self._say, self.states.do, self.states.together)
+        self._decoding = Decoding(self.batch, text, self._say, self.states.do, self.states.together)
         self._stop_at: float | None = None
         self._closed = threading.Event()
         self._turns = threading.Lock()  # held by the thread that runs

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..choices import LayoutKind
 from ..context import ContextParallel
 from ..inference import Prefilled
-from .batch import Batch
+from .batch import Batch, Row
 from .model import FATAL, keys_stay
 from .tiers import Home
 
@@ -138,7 +138,7 @@ class Pretrained:
             got = rows.read(ids, None)
             want.append(alone.read(ids, None))
             same_logits(got.logits, want[-1].logits)
-            batch.add(0, got, None)
+            batch.add(Row(), got)
         tokens = [3 % self.vocab_size, 5 % self.vocab_size]
         for _ in range(2):
             batch.step(tokens)

@@ -45,7 +45,8 @@ class What(IntEnum):
     STOP = 5
     """Said by another rank than 0: it was told to stop, so all should."""
     JOIN = 6
-    """The sequence of state `start`, or of what is kept as `start`, is decoded from now on, the last of the batch."""
+    """The sequence of state `start`, or of what is kept as `start`, is decoded from now on, the last of the batch, its
+    tokens chosen in the `Ways` `key`."""
     STEP = 7
     """Those sequences of the batch leave whose number in `ids` is −1; read these tokens of the others."""
     STAY = 8

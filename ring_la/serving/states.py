@@ -12,6 +12,7 @@ from .disk import Disk
 from .model import FATAL, Served, keys_stay
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
+from .sampling import Chooser, Ways
 from .tiers import Home, Keep, PackedPrefix, pack, unpack
 from .trial import batch_for
 
@@ -118,7 +119,8 @@ class States:
         elif word.what == What.MOVE:
             self._move(word)
         elif word.what == What.JOIN:
-            self.batch.add(row.number, self.before(word.start), row.sampler)
+            mine = Row(chooser=Chooser.of(Ways(word.key))) if row is NOBODY else row
+            self.batch.add(mine, self.before(word.start))
         elif word.what == What.STAY:
             self.batch.keep(word.ids.tolist())
         elif word.what == What.AHEAD:

@@ -10,8 +10,9 @@ buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in pow
 and new graphs.
 
 On GPUs a step is launched before the host knows its tokens (`go_ahead`): it reads them on the device, where all ranks
-have rank 0's likeliest of the step before, and the host's work on them goes on beside it. A sequence that ends with
-such a token has been stepped more often than it needs, which nobody reads.
+have what rank 0 chose within the step before, and the host's work on them goes on beside it. A sequence that ends with
+such a token has been stepped more often than it needs, which nobody reads. What is chosen in other ways (`Ways`) than
+before is another graph.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from torch import Tensor
 from ..capturing import Buckets, CapturedStep, capture
 from ..context import ContextParallel
 from ..errors import UnsupportedError
-from ..inference import KeySize, LayerKeys, Prefilled, Sampler
+from ..inference import KeySize, LayerKeys, Prefilled
 from ..kernels.sizes import power_of_2
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
 from ..nn import Attention, KVCache, LayerState
-from .ahead import OnTheWay, goes_ahead
+from .ahead import goes_ahead
 from .batch import Batch, Row
 from .model import Served
-from .sampling import Chooser
-from .static_step import StaticStep, likeliest
+from .sampling import Choosers
+from .static_step import StaticStep
 
 COLUMNS = 256
 """The fewest columns of keys."""
@@ -79,6 +80,7 @@ class StaticBatch(Batch):
         self._sizes: list[KeySize | None] = []
         self._states: list[Any] = []
         self._step: CapturedStep | None = None
+        self._choosers = Choosers(model.device, most)
         self._goes_ahead = goes_ahead(model.device)
         self._same = False  # whether `_choice` is rank 0's on all ranks
 
@@ -94,7 +96,7 @@ class StaticBatch(Batch):
         if self._step is not None:
             self._step.release()
 
-    def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
+    def add(self, row: Row, prompt: Prefilled) -> None:
         seat = next(i for i in range(self._most) if i not in self._seats)
         parts = [self._part(i, state) for i, state in enumerate(prompt.states)]
         positions, length = self._positions(prompt)
@@ -113,11 +115,12 @@ class StaticBatch(Batch):
                     buffer[seat] = x[0]
         logits = prompt.logits.to(self.model.device)
         self._logits = torch.cat([self._logits, logits]) if self.rows else logits
-        choice = likeliest(logits)
+        self._choosers.seat(seat, row.chooser, logits.shape[1])
+        choice = self._choosers.choose(logits, row.chooser.ways, first=seat)
         self._choice = torch.cat([self._choice, choice]) if self.rows else choice
         self._same = False
         self._sit([*self._seats, seat])
-        self.rows.append(Row(number, sampler))
+        self.rows.append(row)
 
     def keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self.rows):
@@ -139,28 +142,24 @@ class StaticBatch(Batch):
 
     @property
     def sends(self) -> bool:
-        return not (self._same and self._greedy)
-
-    @property
-    def _greedy(self) -> bool:
-        return all(row.sampler.greedy for row in self.rows)
+        return not self._same
 
     def choose(self) -> int:
         super().choose()
-        self._known = OnTheWay(self._picked[0])
-        return self._steps_in_memory() if self._goes_ahead and not self._picked[1] else 0
+        return self._steps_in_memory() if self._goes_ahead else 0
 
-    def told(self) -> list[int | Exception | None]:
-        return self._told(self._known.there(self._step))
+    @property
+    def _launched(self) -> CapturedStep | None:
+        return self._step
 
     def go_ahead(self, send: bool) -> None:
-        tokens = self._choice if self._picked is None else self._picked[0]  # others than rank 0 choose nothing
+        tokens = self._choice
         if send and self._cp is not None:
             tokens = self._cp.comm.all_gather(tokens).wait()[0]  # rank 0's
         self._take(tokens.clamp(min=0))  # a row without a token leaves
 
-    def _next_tokens(self) -> tuple[Tensor, dict[int, Exception]]:
-        return (self._choice, {}) if self._greedy else super()._next_tokens()
+    def _next_tokens(self) -> Tensor:
+        return self._choice
 
     def step(self, tokens: Sequence[int]) -> None:
         self._room(1, self._longest(), ())
@@ -182,7 +181,8 @@ class StaticBatch(Batch):
         ids = tokens.to(self.model.device)
         if not self._in_order:
             ids = ids.new_zeros(max(self._seats) + 1).index_copy_(0, self._at, ids)
-        logits, choice = self._step(tokens=ids, columns=min(self._keys.capacity, columns_for(self._longest())))
+        columns = min(self._keys.capacity, columns_for(self._longest()))
+        logits, choice = self._step(tokens=ids, columns=columns, ways=self._ways)
         self.graphs = max(self.graphs, self._step.graphs)
         at: Any = slice(len(self._seats)) if self._in_order else self._at
         self._logits, self._choice, self._same = logits[at], choice[at], True
@@ -245,7 +245,7 @@ class StaticBatch(Batch):
         self._keys, self._states = keys, states
         self.close()  # graphs of other addresses
         seats_of = sorted({min(self._most, 1 << n) for n in range(self._most.bit_length() + 1)})
-        step = StaticStep(self.model, keys, states, self._cp if self._goes_ahead else None).take
+        step = StaticStep(self.model, keys, states, self._choosers, self._cp if self._goes_ahead else None).take
         self._step = capture(step, self._cp, buckets=Buckets(seats_of, {"tokens": 0}, dim=0))
 
     def _dtype(self, state: Any) -> torch.dtype:

@@ -12,19 +12,27 @@ from ..context import ContextParallel
 from ..keystore.static import StaticKeys, StaticRows
 from ..nn import LayerState
 from .model import Served
+from .sampling import Choosers, Ways
 
 
 class StaticStep:
-    """What a graph is made of, and all that it reads: a step of a model over states of fixed addresses. cp: ranks of
-    which all take the likeliest tokens of the first."""
+    """What a graph is made of, and all that it reads: a step of a model over states of fixed addresses, and the choice
+    of the tokens behind it. cp: ranks of which all take the tokens of the first."""
 
-    def __init__(self, model: Served, keys: StaticRows, states: Sequence[Any], cp: ContextParallel | None) -> None:
-        self._model, self._keys, self._states, self._cp = model, keys, states, cp
+    def __init__(
+        self,
+        model: Served,
+        keys: StaticRows,
+        states: Sequence[Any],
+        choosers: Choosers,
+        cp: ContextParallel | None,
+    ) -> None:
+        self._model, self._keys, self._states, self._choosers, self._cp = model, keys, states, choosers, cp
 
     @torch.no_grad()
-    def take(self, tokens: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """A token more of the first seats: the logits after it, and the likeliest. What is done is the same for all
-        values."""
+    def take(self, tokens: Tensor, columns: int, ways: Ways) -> tuple[Tensor, Tensor]:
+        """A token more of the first seats: the logits after it, and the next tokens, chosen in these ways. What is done
+        is the same for all values."""
         n = len(tokens)
         self._keys.begin(n, columns)
         views = [s if isinstance(s, StaticKeys) else _first(s, n) for s in self._states]
@@ -35,14 +43,8 @@ class StaticStep:
                     if buffer is not None and x.data_ptr() != buffer.data_ptr():
                         buffer.copy_(x)
         self._keys.advance()
-        choice = likeliest(out.logits)
+        choice = self._choosers.choose(out.logits, ways)
         return out.logits, choice if self._cp is None else self._cp.comm.all_gather(choice).wait()[0]
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row ``[N]``; −1 where the logits are not finite."""
-    finite = (logits * 0).sum(-1) == 0  # in few launches: what is not finite is not a number times 0
-    return torch.where(finite, logits.argmax(-1), -1)
 
 
 def _first(state: LayerState, n: int) -> LayerState:

@@ -8,7 +8,7 @@ import torch
 
 from ..context import ContextParallel
 from ..models import HybridLM
-from .batch import Batch
+from .batch import Batch, Row
 from .model import FATAL, Served, keys_stay
 from .pretrained import same_logits
 from .static import StaticBatch
@@ -62,7 +62,7 @@ def _try(model: Served, cp: ContextParallel | None, static: StaticBatch) -> None
     for length in (LENGTHS[0] * ranks, LENGTHS[1]):
         ids = torch.arange(1, max(1, min(length, places)) + 1, device=model.device)[None] * 7 % model.vocab_size
         for batch in (plain, static):
-            batch.add(0, model.read(ids, None, cp), None)
+            batch.add(Row(), model.read(ids, None, cp))
     for _ in range(STEPS):
         tokens = plain.logits.argmax(-1).tolist()
         for batch in (plain, static):

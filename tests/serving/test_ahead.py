@@ -13,8 +13,10 @@ import torch
 
 from ring_la import ContextParallel, DisagreementError, PeerError, capture
 from ring_la.comm import Entry
-from ring_la.serving import Ended, Engine, Event, Failed, Hybrid, NoText, decoding, static, static_step
+from ring_la.serving import Ended, Engine, Event, Failed, Hybrid, NoText, decoding, static
 from ring_la.serving.ranks import Ranks, What, Word
+from ring_la.serving.sampling import Choosers
+from tests.serving import drawn
 from tests.serving.engines import FIXED, LONG, Asked, prompt, serve, truth
 from tests.support.generation import make
 from tests.support.pool import group
@@ -44,18 +46,21 @@ def split(timeout: float = 60) -> ContextParallel:
     return ContextParallel(group(), scan="ring", validate="never", timeout=timeout)
 
 
-def likeliest_of_another(rank: int) -> None:
-    """Ranks but the first find another token the likeliest, as rounding may have it."""
-    found = static_step.likeliest
+def others_choose_otherwise(rank: int) -> None:
+    """Ranks but the first find another token the likeliest, as rounding may have it, and what they draw is nobody's."""
+    found = Choosers.choose
     if rank:
-        for module in (static, static_step):
-            pytest.MonkeyPatch().setattr(module, "likeliest", lambda logits: (found(logits) + rank) % logits.shape[1])
+        other = lambda x, logits, ways, first=0: (found(x, logits, ways, first) + rank) % logits.shape[1]  # noqa: E731
+        pytest.MonkeyPatch().setattr(Choosers, "choose", other)
+
+
+DRAWN = dict(temperature=2.0, top_p=0.9, seed=1, frequency_penalty=0.5)
 
 
 def check_words(rank: int, hold: float) -> tuple[list[list[int]], list[tuple[int, int]], int]:
     """Tokens, steps and sender of each word that has steps, and other words about the batch."""
-    likeliest_of_another(rank)
-    jobs = [Asked(prompt(9), 12), Asked(prompt(4), 5, temperature=2.0, seed=1), Asked(prompt(3), 9)]
+    others_choose_otherwise(rank)
+    jobs = [Asked(prompt(9), 12), Asked(prompt(4), 5, **DRAWN), Asked(prompt(3), 9)]
     with words(hold) as said:
         for job in jobs:
             serve(server(split()), [job])
@@ -68,7 +73,8 @@ def test_several_steps_are_one_word_and_all_take_the_tokens_of_rank_0(ranks, siz
     tokens, steps, others = ranks.run(size, check_words, 1e9, dying=())[0]
     ranks.stop()  # they are patched
     assert [tokens[0], tokens[2]] == [truth(prompt(9), 12, FIXED), truth(prompt(3), 9, FIXED)]
-    assert steps == [(1, 1), (11, 0), (1, 1), (4, 1), (1, 1), (8, 0)]  # what is drawn is sent
+    assert tokens[1] == drawn.completion(make(FIXED), prompt(4), 5, **DRAWN)
+    assert steps == [(1, 1), (11, 0), (1, 1), (4, 0), (1, 1), (8, 0)]  # within a step all have rank 0's
     assert others == 0
     tokens_, steps, _ = ranks.run(size, check_words, 0.0, dying=())[0]
     ranks.stop()
@@ -99,7 +105,7 @@ def test_who_ends_between_two_words_hears_no_more(ranks):
 
 
 def check_sampler(rank: int) -> tuple[list[list[int]], list[str]]:
-    """The sampler of a drawn sequence fails at its fourth token; of a later batch all samplers at once do."""
+    """A drawn sequence has no fourth token; of a later batch no tokens can be chosen at all."""
     jobs = [Asked(prompt(7), 9), Asked(prompt(5), 9, temperature=1.0, seed=2), Asked(prompt(4), 9)]
     for given in (jobs[:2], jobs[2:]):
         with words():
@@ -110,13 +116,12 @@ def check_sampler(rank: int) -> tuple[list[list[int]], list[str]]:
 def broken_samplers(engine: Engine) -> Engine:
     chosen, calls = engine.batch._next_tokens, []
 
-    def broken() -> object:
-        tokens, errors = chosen()
-        drawn = [i for i, row in enumerate(engine.batch.rows) if not row.sampler.greedy]
-        calls.append(bool(drawn))
+    def broken() -> torch.Tensor:
+        tokens, rows = chosen().clone(), [bool(row.chooser.ways) for row in engine.batch.rows]
+        calls.append(any(rows))
         if len(calls) == 4 and not any(calls):
             raise RuntimeError("no tokens")
-        return tokens, errors | dict.fromkeys(drawn if sum(calls) == 4 else (), ValueError("no token"))
+        return tokens.masked_fill(torch.tensor(rows), -1) if sum(calls) == 4 else tokens
 
     engine.batch._next_tokens = broken
     return engine
@@ -127,7 +132,10 @@ def test_tokens_that_cannot_be_chosen_fail_their_requests_behind_the_word(ranks)
     assert tokens[0] == truth(prompt(7), 9, FIXED)
     assert tokens[2] == truth(prompt(4), 9, FIXED)[:3]
     assert len(tokens[1]) == 3
-    assert ends[1:] == [str(Failed(f"the request has failed ({kind})")) for kind in ("ValueError", "RuntimeError")]
+    assert ends[1:] == [
+        str(Failed("the model's result is not finite")),
+        str(Failed("the request has failed (RuntimeError)")),
+    ]
 
 
 def check_step(rank: int, where: tuple[int, ...]) -> tuple[str, list[str], list[list[int]]]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
+from ring_la.capturing import CapturedStep
 from ring_la.models import hybrid
 from ring_la.serving import Engine, NoText, static
 from ring_la.serving.ahead import OnTheWay
 from ring_la.serving.pretrained import Pretrained
+from ring_la.serving.sampling import Choosers
 from ring_la.serving.static import StaticBatch
+from tests.support.generation import make
 from tests.support.step_graphs import Apart, Recorded, standing
 
-from .engines import Asked, engine, prompt, serve, truth
+from . import drawn
+from .engines import SOME, Asked, engine, prompt, serve, truth
 
 
 def test_decoding_in_a_server(monkeypatch):
-    """Sequences that come and go, and are sampled between steps: nothing of it is the graph's."""
+    """Sequences that come and go between steps: nothing of it is the graph's."""
     standing(monkeypatch.setattr, Recorded)
     jobs = [Asked(prompt(n), 12) for n in (5, 9, 3, 7)]
     served = engine(batch=2, capture=True)
@@ -32,7 +38,12 @@ def test_a_step_is_launched_before_the_host_knows_its_tokens(monkeypatch):
     want = [truth(prompt(n), 12) for n in (5, 9, 3, 7)]
     order: list[str] = []
     there, launched = OnTheWay.there, StaticBatch._take
-    monkeypatch.setattr(OnTheWay, "there", lambda x, *step: order.extend(["told"] * len(step)) or there(x, *step))
+
+    def waits(x: OnTheWay, *step: CapturedStep) -> torch.Tensor:
+        order.extend(["told"] * (order[-1:] != ["told"]))
+        return there(x, *step)
+
+    monkeypatch.setattr(OnTheWay, "there", waits)
     monkeypatch.setattr(StaticBatch, "_take", lambda x, tokens: order.append("step") or launched(x, tokens))
 
     def served(ahead: bool, **options) -> list[Asked]:
@@ -45,12 +56,40 @@ def test_a_step_is_launched_before_the_host_knows_its_tokens(monkeypatch):
     jobs = served(ahead=True)
     assert [job.tokens for job in jobs] == [x[: job.request.max_tokens] for x, job in zip(want, jobs)]
     assert order == ["step", "told"] * (len(order) // 2)
-    drawn = dict(temperature=1.3, seed=4, logprobs=2, frequency_penalty=0.5)
-    waited = served(ahead=False, **drawn)
+    options = dict(temperature=1.3, seed=4, logprobs=2, frequency_penalty=0.5)
+    waited = served(ahead=False, **options)
     assert order[:2] == ["told", "step"]
-    jobs = served(ahead=True, **drawn)
+    jobs = served(ahead=True, **options)
     assert [job.events for job in jobs] == [job.events for job in waited]
     assert order[:2] == ["step", "told"]
+
+
+def test_what_is_drawn_is_chosen_within_the_graph(monkeypatch):
+    """Greedy, drawn and changed rows side by side: each gets the tokens of its definition, and the host, that runs no
+    Python in a replay, chooses where a prompt joins and where a graph is made, and in no other step."""
+    standing(monkeypatch.setattr, Recorded)
+    monkeypatch.setattr(static, "goes_ahead", lambda *_: True)
+    asked, calls, launched = [], Counter(), StaticBatch._take
+    for n, k, options in (
+        (5, 30, {}),
+        (9, 30, dict(temperature=1.3, seed=4)),
+        (3, 12, dict(temperature=0.9, seed=5, top_k=9, top_p=0.8)),
+        (7, 8, dict(temperature=0.9, seed=4, frequency_penalty=0.5, logit_bias={2: 3.0})),
+    ):
+        asked.append((Asked(prompt(n), k, **options), drawn.completion(make(SOME), prompt(n), k, **options)))
+    choose = Choosers.choose
+    monkeypatch.setattr(Choosers, "choose", lambda x, *given, **by: calls.update("c") or choose(x, *given, **by))
+    monkeypatch.setattr(StaticBatch, "_take", lambda x, tokens: calls.update("s") or launched(x, tokens))
+    for name in ("_warm", "_capture"):
+        ran = getattr(CapturedStep, name)
+        monkeypatch.setattr(CapturedStep, name, lambda *given, ran=ran: calls.update("p") or ran(*given))
+    served = engine(batch=3, capture=True)
+    serve(served, [job for job, _ in asked])
+    for job, want in asked:
+        assert job.tokens == want, job.events[-1]
+    assert served.batch.graphs >= 2
+    assert calls["c"] == len(asked) + calls["p"]
+    assert calls["s"] > calls["p"]
 
 
 def test_no_step_is_launched_beyond_the_memory(monkeypatch):
@@ -82,11 +121,11 @@ def test_a_step_ahead_waits_for_nothing(monkeypatch):
     monkeypatch.setattr(StaticBatch, "choose", apart(choose))
     monkeypatch.setattr(StaticBatch, "go_ahead", apart(go_ahead))
     options = dict(temperature=1.3, seed=4, logprobs=2, frequency_penalty=0.5, top_k=9, top_p=0.9)
-    for drawn in ({}, options):
-        jobs = [Asked(prompt(n), k, **drawn) for n, k in ((5, 3), (9, 12), (3, 12), (7, 9), (4, 3))]
+    for given in ({}, options):
+        jobs = [Asked(prompt(n), k, **given) for n, k in ((5, 3), (9, 12), (3, 12), (7, 9), (4, 3))]
         serve(engine(batch=3, capture=True), jobs)
         assert [len(job.tokens) for job in jobs] == [3, 12, 12, 9, 3], [job.events[-1] for job in jobs]
-        if not drawn:
+        if not given:
             assert [job.tokens for job in jobs] == [truth(job.request.ids, job.request.max_tokens) for job in jobs]
     assert any(each != tuple(range(len(each))) for each in seats)
 

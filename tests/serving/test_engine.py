@@ -15,7 +15,7 @@ import torch
 
 from ring_la import ArgumentError, Buckets, ContextParallel, UnsupportedError
 from ring_la.capturing.surroundings import Surroundings
-from ring_la.inference import Sampler, generate, key_store
+from ring_la.inference import key_store
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, seats
 from ring_la.serving import (
@@ -39,6 +39,7 @@ from ring_la.serving import (
 )
 from ring_la.serving.static import StaticBatch
 from ring_la.serving.waiting import Busy
+from tests.serving import drawn
 from tests.serving.engines import FIXED, LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import make
 from tests.support.pool import group
@@ -73,13 +74,12 @@ def check_captured(rank: int) -> tuple[list[list[int]], int, int]:
 
 def test_a_step_over_states_of_fixed_addresses(ranks):
     want = [truth(prompt(length), n, FIXED) for length, n in ASKED]
-    sampler = Sampler(2.0, generator=torch.Generator().manual_seed(1))
-    want.append(generate(make(FIXED), torch.tensor([prompt(3)]), 6, sampler)[0].tolist())
+    want.append(drawn.completion(make(FIXED), prompt(3), 6, temperature=2.0, seed=1))
     (got, kinds, ahead), *others = ranks.run(3, check_captured)
     assert got == want
     assert [n for *_, n in others] == [ahead, ahead]
     assert ahead >= max(n for _, n in ASKED)
-    assert kinds <= 3  # one, two or four seats, of the same columns
+    assert kinds <= 6  # one, two or four seats, of the same columns, with a drawn sequence or without
     for name in ("mla", "log_linear_mamba2"):
         others = tuple(kind for kind in LAYERS if kind != name)
         with pytest.raises(UnsupportedError, match="capture: expected False for a model with such a layer"):
@@ -209,8 +209,9 @@ def test_a_seed_gives_the_same_tokens_whoever_is_beside(ranks):
     got = ranks.run(2, check_sampling)[0]
     assert got == ranks.run(1, check_sampling)[0]
     for tokens_, seed in zip(got, (3, 4, 3)):
-        sampler = Sampler(1.5, 9, torch.Generator().manual_seed(seed))
-        assert tokens_ == generate(make(SOME), torch.tensor([prompt(13)]), 8, sampler)[0].tolist()
+        assert tokens_ == drawn.completion(make(SOME), prompt(13), 8, temperature=1.5, top_k=9, seed=seed)
+    more = dict(logit_bias={2: 4.0}, presence_penalty=0.5, frequency_penalty=0.5)
+    assert got[4] == drawn.completion(make(SOME), prompt(13), 8, temperature=1.5, top_k=9, seed=3, **more)
     assert got[0] != got[1]
     assert got[0] != got[4]
     assert got[3] == truth(prompt(13), 8)

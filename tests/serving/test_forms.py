@@ -11,7 +11,7 @@ import torch
 
 from ring_la import ArgumentError
 from ring_la.inference import Sampler, prefill
-from ring_la.serving.sampling import Chooser
+from ring_la.serving.sampling import Chooser, Choosers
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -45,23 +45,19 @@ def events(body: bytes) -> list[dict]:
 
 def test_bias_and_penalties_are_openai_s():
     torch.manual_seed(0)
-    chooser = Chooser(Sampler(), {3: 1.5, 5: -100.0}, presence=0.7, frequency=0.4, logprobs=2)
+    chooser = Chooser(Sampler(), {3: 1.5, 5: -100.0}, presence=0.7, frequency=0.4)
+    choosers = Choosers(torch.device("cpu"))
+    choosers.seat(0, chooser, 9)
     counts = torch.zeros(9)
     for _ in range(12):
         z = torch.randn(1, 9)
         want = z[0].double() - 0.4 * counts - 0.7 * (counts > 0)
         want[3] += 1.5
         want[5] -= 100.0
-        token = int(chooser(z))
+        token = int(choosers.choose(z, chooser.ways))
         assert token == int(want.argmax())
         counts[token] += 1
-        said, own = chooser.said(), z[0].log_softmax(-1)
-        assert said.logprob == pytest.approx(float(own[token]))
-        assert [t for t, _ in said.top] == own.topk(2).indices.tolist()
     assert counts.max() > 1
-    for name, options in (("presence_penalty", {"presence": "a"}), ("logprobs", {"logprobs": -1})):
-        with pytest.raises(ArgumentError, match=f"{name}: expected"):
-            Chooser(Sampler(), {}, **options)
 
 
 def test_probabilities_of_a_completion(client):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ring_la import ArgumentError
-from ring_la.inference import Sampler, generate
+from ring_la.inference import generate
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Bytes, Engine, Hybrid
 
@@ -26,6 +26,7 @@ from ring_la.serving.bodies import read
 from ring_la.serving.connections import listen
 from ring_la.serving.fields import short
 from ring_la.serving.http import Options, Server, application
+from tests.serving import drawn
 
 PROMPT = "def hello"
 SILENT = 0.5
@@ -136,8 +137,7 @@ def test_several_at_once_and_sampling(client):
         asked = [pool.submit(client.complete, prompt=p, max_tokens=9, temperature=0.9, seed=5) for p in prompts]
         got = [f.result()["choices"][0]["token_ids"] for f in asked]
     for prompt, ids in zip(prompts, got):
-        sampler = Sampler(0.9, generator=torch.Generator().manual_seed(5))
-        want = generate(model(), torch.tensor([list(prompt.encode())]), 9, sampler)[0].tolist()
+        want = drawn.completion(model(), list(prompt.encode()), 9, temperature=0.9, seed=5)
         assert ids == (want[: want.index(256)] if 256 in want else want)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ring_la import ContextParallel
-from ring_la.inference import Sampler
 from ring_la.serving import Batch, Hybrid
+from ring_la.serving.batch import Row
 from tests.serving.engines import SOME, Asked, engine, memory, prompt, serve, truth, truth_of
 from tests.support.generation import make, tokens
 from tests.support.pool import group
@@ -80,5 +80,5 @@ def test_a_long_sequence_costs_short_ones_nothing():
     apart = sum(memory(p.states) for p in prompts)
     batch = Batch(model)
     for p in prompts:
-        batch.add(0, p, Sampler())
+        batch.add(Row(), p)
     assert memory(batch._after.states) < 1.5 * apart
