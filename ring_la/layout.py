@@ -3,7 +3,7 @@
 A sequence of ``seq_len`` tokens is cut into ordered *segments*, each a run of tokens owned by one rank:
 
     contiguous   P segments,  rank r owns segment r
-    zigzag       2P segments, rank r owns segments r and 2P−1−r (balances causal attention)
+    zigzag       2P segments, rank r owns segments r and 2P−1−r (balances causal attention); one rank has one
     balanced     up to 8P segments, as many a rank, so that causal attention within packed documents or under a window
                  is even and few keys are sent (`balanced.py`)
     striped      no segments: rank r owns tokens r, r+P, r+2P, …
@@ -158,7 +158,7 @@ class Layout:
         if self.kind == "balanced":
             unit = None if self.of_documents else self.multiple_of
             return self._joined(*balanced(borders_of, self.cu_seqlens, p, self.window, unit))
-        n = p if self.kind == "contiguous" else 2 * p
+        n = p if self.kind == "contiguous" or p == 1 else 2 * p
         borders = borders_of(n)
         owners = [*range(p), *reversed(range(p))][:n]
         return tuple(Segment(a, b, r) for a, b, r in zip(borders, borders[1:], owners) if b > a)

@@ -88,10 +88,10 @@ GLA_BY_LAUNCH = True
 """Whether GLA goes by one launch each way: 0.47 to 0.78 of chunks' time on an H200, with less error."""
 DPLR_BY_LAUNCH = True
 """The same of DPLR whose gate has a bound."""
-ACROSS = Least(delta_scalar=2**17, delta_diagonal=2**17)
+ACROSS = Least(delta_scalar=2**17, delta_diagonal=2**17, additive_diagonal=2**16)
 """Of calls that exchange states. From so many on each that was measured on an H200 took less time than in chunks, the
-gated delta rule 0.62 to 0.86 of it, KDA 0.14 to 0.91; smaller calls, those without gates, and GLA's (whose rule is
-additive) no GPU has timed."""
+gated delta rule 0.62 to 0.86 of it, KDA 0.14 to 0.91, GLA (whose rule is additive) 0.50 to 0.96 (at half as many more);
+smaller calls of delta rules, and those without gates, no GPU has timed."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
