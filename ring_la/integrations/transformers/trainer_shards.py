@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
@@ -46,6 +47,10 @@ class ShardsTrainer(Trainer):
             self.accelerator.prepare_model = self._prepared
 
     def _refuse_for_shards(self, model: nn.Module) -> None:
+        if not any(isinstance(m, FSDPModule) for m in model.modules()):
+            name = next(n for n, p in model.named_parameters() if isinstance(p, DTensor))
+            hint = "Train what tensor_parallel cut in a loop of your own: sum_gradients, clip_gradients, save_weights"
+            raise UnsupportedError("model", "one that is whole on each rank or sharded by FSDP2", f"{name}, cut", hint)
         if not any(True for _ in averaging(model)):
             hint = "The Trainer averages gradients over all ranks: shard_parameters(…, average=True)"
             raise UnsupportedError("model", "one whose shards' gradients are averaged", "sums", hint)
