@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.distributed.tensor import DTensor
 from torchao import optim  # pyright: ignore[reportMissingImports]
 
@@ -27,7 +28,7 @@ class FewBits:
             if not isinstance(group["lr"], Tensor):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
         # a cache that ranks share knows a DTensor by its whole shape: not by its part's, nor by its bits
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        with functorch.patch(enable_autograd_cache=False):
             return super().step(closure)  # type: ignore[misc]
 
     @torch.no_grad()
