@@ -161,6 +161,23 @@ def test_few_bits_go_on_from_a_checkpoint_on_other_ranks(ranks, tmp_path, kind, 
     assert found == [[True, False], [True, True], [True, False], [False, True]]
 
 
+def test_compiled_steps_take_no_graph_of_other_ranks(monkeypatch):
+    """Of a cache that knows a shard by its whole shape: ranks with 129 and 128 rows, and 4 bits after 8, got each
+    other's."""
+    pytest.importorskip("torchao")
+    from torch._functorch import config
+
+    from ring_la.training import few_bits
+
+    seen = []
+    step = lambda self, closure=None: seen.append(config.enable_autograd_cache)  # noqa: E731
+    monkeypatch.setattr(few_bits.optim.AdamW8bit, "step", step)
+    with config.patch(enable_autograd_cache=True):
+        adamw("adamw8bit", [torch.nn.Parameter(torch.zeros(1))]).step()
+        assert config.enable_autograd_cache
+    assert seen == [False]
+
+
 def test_a_group_may_hold_what_can_be_gone_through_once():
     """As PyTorch's own optimizers take it; there were no parameters left in the group, and nothing was trained."""
     model = torch.nn.Linear(3, 2)
