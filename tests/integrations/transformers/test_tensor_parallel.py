@@ -29,6 +29,7 @@ def check(rank: int, names: list[str], folder: str) -> dict[str, int]:
     from ring_la.integrations.transformers import parallelize
     from ring_la.integrations.transformers.tensor_parallel import tensor_parallel
     from ring_la.integrations.transformers.weights import save_weights
+    from ring_la.integrations.transformers.weights.parts import ModelRanks
     from ring_la.training import TrainingMesh, clip_gradients, shard_parameters, sum_gradients
 
     training = TrainingMesh.make(torch.get_default_device().type, fsdp=2, context=2)
@@ -59,6 +60,8 @@ def check(rank: int, names: list[str], folder: str) -> dict[str, int]:
         for n, p in model.named_parameters():
             if p.grad is not None:
                 close(4 * (p.grad.full_tensor() if n in cut else p.grad), expected[n])
+        written = ModelRanks(model)
+        assert (written.index, written.size) == (rank, 4)  # two were the first to write, the copies' groups
         save_weights(model, f"{folder}/{name}")
         with pytest.raises(UnsupportedError, match="save_pretrained: expected save_weights, called on every rank"):
             model.save_pretrained(f"{folder}/other")
