@@ -41,9 +41,9 @@ def linear_cross_entropy(
         x: ``[N, D]``, floats. weight: ``[V, D]`` of the same dtype. targets: int64 ``[N]``.
         chunk: rows taken at once by "chunked"; Liger picks its own.
         ignore_index: the target of rows that do not count.
-        backend: "chunked": this file, any device and dtype; by a Triton kernel on CUDA. "liger": liger-kernel's (CUDA).
-            "auto": Liger on CUDA where it is installed and nothing traces, else "chunked". (PyTorch 2.13's own rounds
-            the sum to bf16.)
+        backend: "chunked", which is "auto": this file, any device and dtype; by a Triton kernel on CUDA. "liger":
+            liger-kernel's (CUDA), whose forward waits for the host; it has not been run. (PyTorch 2.13's own rounds the
+            sum to bf16.)
 
     Returns:
         The sum, fp32 (fp64 for fp64). Differentiable once in `x` and `weight`.
@@ -52,15 +52,12 @@ def linear_cross_entropy(
         ArgumentError: a wrong argument. UnsupportedError: a backend that is not there.
     """
     _check(x, weight, targets, chunk, backend)
-    if backend == "auto":
-        takes_liger = x.is_cuda and not traced(x)  # a compiler cannot ask for it, nor trace it
-        backend = "liger" if takes_liger and x.dtype != torch.float64 and has_liger() else "chunked"
-    if backend == "chunked" and traced(x):
+    if backend == "liger":
+        return _liger(x, weight, targets, ignore_index)
+    if traced(x):
         needed = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
         return _operator(x, weight, targets, chunk, ignore_index, *needed)[0]
-    if backend == "chunked":
-        return _Chunked.apply(x, weight, targets, chunk, ignore_index)
-    return _liger(x, weight, targets, ignore_index)
+    return _Chunked.apply(x, weight, targets, chunk, ignore_index)
 
 
 def cross_entropy_by_block(logits: Tensor, targets: Tensor, layout: ShardedLayout) -> Tensor:

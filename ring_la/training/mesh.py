@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ..checks import check_flag, check_int, check_kind, is_int
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
@@ -116,7 +116,8 @@ def shard_parameters(
 
     Raises:
         ArgumentError: a module that is no part of `model`, or what is no mesh or dtype. UnsupportedError: a context
-            rank without an expert, whose parts FSDP2 gives another shape.
+            rank without an expert, whose parts FSDP2 gives another shape; parameters that are cut over these ranks
+            already, as by tensor parallelism.
     """
     check_kind("model", model, nn.Module)
     check_flag("average", average)
@@ -130,6 +131,7 @@ def shard_parameters(
     experts, blocks = list(experts), list(own.blocks if blocks is None else blocks)
     _check(model, mesh, blocks, experts, dtype)
     _refuse_without(experts, mesh.axes.size(2))
+    _refuse_cut(model, mesh, experts)
     gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)  # type: ignore[arg-type]
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
     others = mesh.axes["data", "fsdp"] if mesh.axes.size(0) > 1 else mesh.axes["fsdp"]
@@ -170,3 +172,14 @@ def _refuse_without(experts: list[nn.Module], ranks: int) -> None:
         if each * (ranks - 1) >= p.shape[0]:
             expected = f"one for each of {ranks} context ranks, {each} to a rank"
             raise UnsupportedError("experts", expected, p.shape[0], "Leave them whole, or take fewer context ranks")
+
+
+def _refuse_cut(model: nn.Module, mesh: TrainingMesh, experts: list[nn.Module]) -> None:
+    """Refuse parameters but the experts' that are cut over these ranks already: FSDP2 cannot cut them so again."""
+    own, ranks = {p for m in experts for p in m.parameters()}, set(mesh.parameters.mesh.flatten().tolist())
+    for name, p in model.named_parameters():
+        cut = set(p.device_mesh.mesh.flatten().tolist()) if isinstance(p, DTensor) and p not in own else set()
+        if len(cut & ranks) > 1:
+            got = f"{name}, cut over ranks {sorted(cut)}"
+            hint = "Train what tensor_parallel cut without FSDP2 (sum_gradients), or name experts of split_experts"
+            raise UnsupportedError("model", "parameters that are whole on each rank of mesh", got, hint)

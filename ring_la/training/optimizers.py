@@ -13,7 +13,7 @@ from .gradients import USED_UP
 
 AdamWKind = Literal["adamw", "adamw8bit", "adamw4bit"]
 STATES = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit"}
-"""Names in torchao.optim: moments of 8 or 4 bits, quantised by blocks (Dettmers et al. 2022, arXiv 2110.02861)."""
+"""Names in `few_bits`: moments of 8 or 4 bits, quantised by blocks (Dettmers et al. 2022, arXiv 2110.02861)."""
 
 EXPECTED = "parameters, such as model.parameters(), or groups of them"
 
@@ -26,6 +26,7 @@ def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.o
 
     Bytes a parameter of its states: 8 in fp32 and 4 in bf16 ("adamw": as the parameters), about 2 and 1 otherwise;
     small parameters keep full states. bf16 parameters are rounded stochastically where the states have few bits.
+    `state_dict` has moments in fp32 whatever their bits, so that a checkpoint fits any number of ranks.
 
     Raises:
         ArgumentError: no such kind, or no parameters. UnsupportedError: torchao is not installed.
@@ -45,10 +46,11 @@ def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.o
     if kind not in STATES:
         raise ArgumentError("kind", f"'adamw' or one of {', '.join(STATES)}", repr(kind))
     require("torchao", "kind", f"{kind!r} ('adamw' needs none)")
-    from torchao import optim  # pyright: ignore[reportMissingImports]
+    from . import few_bits
 
     rounded = all(p.dtype == torch.bfloat16 for p in given)
-    return getattr(optim, STATES[kind])(groups, bf16_stochastic_round=rounded, **options)
+    made: torch.optim.Optimizer = getattr(few_bits, STATES[kind])(groups, bf16_stochastic_round=rounded, **options)
+    return made
 
 
 def _listed(parameters: Any) -> list[Any]:

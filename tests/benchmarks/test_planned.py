@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import ROOT, script
 from benchmarks.large import bench, report
+from benchmarks.large.offload import IN_FLIGHT
 
 RESULTS = ROOT / "benchmarks" / "results"
 NEAR = 0.1
@@ -42,8 +43,8 @@ class Mesh(NamedTuple):
     axes: Axes
 
 
-def large(file: str, tmp_path: Path) -> Run:
-    """A file of ``ring-la bench large``."""
+def large(file: str, tmp_path: Path, part: str = "steps") -> Run:
+    """A file of ``ring-la bench large``, or a part of one of ``benchmarks.large.offload``."""
     found, train = json.loads((RESULTS / file).read_text()), script.load()
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -53,10 +54,14 @@ def large(file: str, tmp_path: Path) -> Run:
         transformers = pytest.importorskip("transformers")
         transformers.Qwen3_5MoeTextConfig(num_hidden_layers=args.layers or 40).save_pretrained(tmp_path)
         words += ["--model.transformers", str(tmp_path)]
+    elif args.layers:
+        words.append(f"--model.repeat={args.layers // bench.GROUP}")
     config = script.config(train, words)
     config.memory = type(config.memory)(**found["memory"])
     config.optimizer.kind = found["optimizer"]
-    return timed(config, int(found["axes"].split()[-1]), found["steps"])
+    if part == "in host memory":
+        config.memory.offload = IN_FLIGHT
+    return timed(config, int(found["axes"].split()[-1]), found[part])
 
 
 def trained(file: str, part: str) -> Run:
@@ -87,13 +92,16 @@ LARGE = {
     "hybrid_1b_dsa": "large-hybrid_1b_dsa-h200x4.json",
     "all 40 layers of it": "large-moe_35b_a3b-h200x4.json",
 }
-"""What a row of docs/users/guides/planning.md begins with, and its run."""
+OFFLOAD = {"12 layers of hybrid_8b": "on the device", "the same, activations in host memory": "in host memory"}
+"""What a row of docs/users/guides/planning.md begins with, and its run; of the last, parts of offload-h200.json."""
 FARTHER = {"16 layers of Qwen3.5", "12 layers of it, by an older code", "hybrid_1b_dsa", "all 40 layers of it"}
 """Runs that the plan is not near: by an older code, whose optimizer, losses and experts' sums took what the plan leaves
 out; and two whose one step compiled and allocated (the page says what is known of them)."""
 
 
 def run_of(row: str, tmp_path: Path) -> Run:
+    if row in OFFLOAD:
+        return large("offload-h200.json", tmp_path, OFFLOAD[row])
     return trained(*TRAINED[row]) if row in TRAINED else large(LARGE[row], tmp_path)
 
 
@@ -102,7 +110,7 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("row", [*TRAINED, *LARGE])
+@pytest.mark.parametrize("row", [*TRAINED, *LARGE, *OFFLOAD])
 def test_the_plan_is_near_what_ran_and_its_page_says_both(row, tmp_path):
     run = run_of(row, tmp_path)
     said = report.planned(run.config, "H200", Mesh(Axes(run.gpus)))

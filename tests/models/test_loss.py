@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,6 +90,24 @@ def test_wrong_arguments_are_named(changes, message):
     x, weight, targets = inputs(torch.float64)
     with pytest.raises(ArgumentError, match=message):
         linear_cross_entropy(**{"x": x, "weight": weight, "targets": targets, **changes})
+
+
+class OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+def test_liger_is_taken_by_its_name_alone(monkeypatch):
+    """It was taken on CUDA wherever it was installed."""
+    from ring_la.models import loss
+
+    monkeypatch.setattr(loss, "has_liger", lambda: True)
+    monkeypatch.setattr(loss, "traced", lambda _: False)  # which it says of a subclass
+    monkeypatch.setattr(loss, "_liger", lambda *_: "Liger's")
+    monkeypatch.setattr(loss, "_Chunked", SimpleNamespace(apply=lambda *_: "ours"))
+    x, weight, targets = inputs(torch.float32)
+    given = (x.as_subclass(OnCuda), weight, targets)
+    found = [linear_cross_entropy(*given, backend=backend) for backend in loss.BACKENDS]
+    assert dict(zip(loss.BACKENDS, found)) == {"auto": "ours", "chunked": "ours", "liger": "Liger's"}
 
 
 def test_a_missing_library_is_refused():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -128,6 +129,11 @@ def check_progress(rank: int, folder: str, background: bool) -> None:
     found = checkpoints.load(small.model, small.optimizer)
     assert found.pop("seed").tolist() == [0, 1, 2]
     assert found == PROGRESS | {"step": 1}
+    if rank == 0:  # PyTorch's own tool reads it, too
+        dcp_to_torch_save(Path(folder) / "step-00000001", f"{folder}/one.pt")
+        written = torch.load(f"{folder}/one.pt", weights_only=False)
+        torch.testing.assert_close(written["model"], small.model.state_dict(), rtol=0, atol=0)
+        assert written["optimizer"]["state"].keys() == small.model.state_dict().keys()
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, UnsupportedError
-from ring_la.training import adamw
+from ring_la.training import Checkpoints, adamw
 from tests.support.pool import group
 
 OPTIONS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
@@ -92,6 +92,90 @@ def test_few_bits_train_as_many_do(ranks, kind, within):
     for first, last in ranks.run(2, sharded, kind):
         assert first == pytest.approx(whole[0], rel=1e-5)
         assert last == pytest.approx(whole[1], rel=within)
+
+
+class FewBits:
+    """A run whose weights are cut over the last axis. A block of moments is two rows of 277: of four ranks the last has
+    no whole blocks, and of two the first, so that the other's blocks begin within blocks of the four."""
+
+    def __init__(self, kind: str, seed: int, *axes: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(seed)
+        self.width = {"adamw8bit": 128, "adamw4bit": 64}[kind]
+        self.model = torch.nn.Sequential(torch.nn.Linear(self.width, 277), torch.nn.Tanh(), torch.nn.Linear(277, 7))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", axes, mesh_dim_names=("copies", "shards")[-len(axes) :]))
+        self.optimizer = adamw(kind, self.model.parameters(), weight_decay=0.0, **OPTIONS)
+
+    def steps(self, first: int, last: int) -> torch.Tensor:
+        """Steps, each with a learning rate that is set as a float; all weights after them."""
+        for i in range(first, last):
+            for g in self.optimizer.param_groups:
+                g["lr"] = 1e-2 / (1 + i)
+            x = torch.randn(16, self.width, generator=torch.Generator().manual_seed(i))
+            (self.model(x) - x[:, :7]).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.weights()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.full_tensor().detach().flatten() for p in self.model.parameters()])
+
+    def states(self) -> list[torch.Tensor]:
+        return [x for state in self.optimizer.state.values() for x in state.values()]
+
+    def moments(self, name: str) -> torch.Tensor:
+        states = self.optimizer.state_dict()["state"].values()
+        assert {state[name].dtype for state in states} == {torch.float32}
+        return torch.cat([state[name].full_tensor().flatten() for state in states])
+
+
+def check_few_bits_go_on(rank: int, kind: str, folder: str, within: float) -> list[bool]:
+    """Written in the background, read on two splits; whether this rank has moments of few bits on the one and other."""
+    with torch.compiler.set_stance("force_eager"):
+        checkpoints, first = Checkpoints(folder), FewBits(kind, 0, 4)
+        at_three = first.steps(0, 3)
+        checkpoints.save(3, first.model, first.optimizer, {})
+        moments = {name: first.moments(name) for name in ("exp_avg", "exp_avg_sq")}
+        at_six = first.steps(3, 6)
+        checkpoints.wait()
+        same, other = FewBits(kind, 1, 4), FewBits(kind, 2, 2, 2)
+        for run in (same, other):
+            assert checkpoints.load(run.model, run.optimizer) == {"step": 3}
+            assert [g["lr"] for g in run.optimizer.param_groups] == pytest.approx([1e-2 / 3])
+            assert torch.equal(run.weights(), at_three)
+        for name, moment in moments.items():
+            assert torch.equal(same.moments(name), moment)
+            assert (other.moments(name) - moment).abs().max() <= within * moment.abs().max()
+        assert torch.equal(same.steps(3, 6), at_six)
+        assert (other.steps(3, 6) - at_six).norm() <= within * (at_six - at_three).norm()
+        return [any(hasattr(x.to_local(), "qmap") for x in run.states() if x.dim()) for run in (first, other)]
+
+
+@pytest.mark.parametrize(("kind", "within"), [("adamw8bit", 0.02), ("adamw4bit", 0.2)])
+def test_few_bits_go_on_from_a_checkpoint_on_other_ranks(ranks, tmp_path, kind, within):
+    """With the same ranks to the last bit. No float was taken for `lr`, and no other number of ranks went on."""
+    pytest.importorskip("torchao")
+    found = ranks.run(4, check_few_bits_go_on, kind, str(tmp_path), within)
+    assert found == [[True, False], [True, True], [True, False], [False, True]]
+
+
+def test_compiled_steps_take_no_graph_of_other_ranks(monkeypatch):
+    """Of a cache that knows a shard by its whole shape: ranks with 129 and 128 rows, and 4 bits after 8, got each
+    other's."""
+    pytest.importorskip("torchao")
+    from torch._functorch import config
+
+    from ring_la.training import few_bits
+
+    seen = []
+    step = lambda self, closure=None: seen.append(config.enable_autograd_cache)  # noqa: E731
+    monkeypatch.setattr(few_bits.optim.AdamW8bit, "step", step)
+    with config.patch(enable_autograd_cache=True):
+        adamw("adamw8bit", [torch.nn.Parameter(torch.zeros(1))]).step()
+        assert config.enable_autograd_cache
+    assert seen == [False]
 
 
 def test_a_group_may_hold_what_can_be_gone_through_once():

@@ -27,7 +27,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     """Spread the experts of a parallelized model over the ranks of its sequences. In place; before FSDP2.
 
     Each rank gets the gradients of its experts whole, so nothing sums them over these ranks; `shard_parameters` shards
-    them over the other axes.
+    them over the other axes. With average=True a rank gets their average over these ranks, as others' gradients are.
 
     Args:
         model: what `parallelize(model, cp)` returned, on any device, "meta" too.
@@ -37,8 +37,8 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
         The modules whose parameters are spread.
 
     Raises:
-        ArgumentError: another mesh, a model that is not parallelized. UnsupportedError: average=True; no experts, or
-            some of a class that says nothing of its layout.
+        ArgumentError: another mesh, a model that is not parallelized. UnsupportedError: no experts, or some of a class
+            that says nothing of its layout.
     """
     split: Any = getattr(model, "_ring_la", None)
     if split is None:
@@ -48,14 +48,11 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
         raise ArgumentError("mesh", "a DeviceMesh of one axis", type(mesh).__name__)
     if mesh.ndim != 1 or mesh.mesh.tolist() != list(group.global_ranks):
         raise ArgumentError("mesh", f"one axis of the ranks {list(group.global_ranks)}", mesh)
-    if split.settings.average:
-        hint = "Gradients of experts are whole on one rank: sum the others"
-        raise UnsupportedError("average", "False with experts on several ranks", True, hint)
     found = [(name, m) for name, m in model.named_modules() if is_experts(m)]
     if not found:
         raise UnsupportedError("model", "a mixture whose experts are stacked tensors", type(model).__name__)
     for name, module in found:
-        _spread(name, module, mesh, group)
+        _spread(name, module, mesh, group, split.settings.scale)
     return [module for _, module in found]
 
 
@@ -64,8 +61,8 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
-def _spread(name: str, module: Any, mesh: DeviceMesh, group: Any) -> None:
-    """One module's parameters and forward."""
+def _spread(name: str, module: Any, mesh: DeviceMesh, group: Any, scale: int) -> None:
+    """One module's parameters and forward; gradients are `scale` times what they are to be."""
     experts = {p.shape[0] for p in module.parameters(recurse=False)}
     if len(experts) != 1 or any(True for child in module.children() for _ in child.parameters()):
         got = f"{name} ({type(module).__name__})"
@@ -78,17 +75,20 @@ def _spread(name: str, module: Any, mesh: DeviceMesh, group: Any) -> None:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen, weights = (x.reshape(-1, x.shape[-1]) for x in (top_k_index, top_k_weights))
-        o = ranks(rows, chosen, weights, ExpertProducts(self))
+        o = ranks(rows, chosen, weights, ExpertProducts(self, scale))
         return o if o.shape == hidden_states.shape else o.view(hidden_states.shape)  # FSDP2 warns of views
 
     module.forward = types.MethodType(forward, module)
 
 
 class ExpertProducts:
-    """The products of a rank's experts, of whatever class: rows sorted by expert, and how many each has."""
+    """The products of a rank's experts, of whatever class: rows sorted by expert, and how many each has.
 
-    def __init__(self, experts: Any) -> None:
-        self.experts = experts
+    scale: what gradients of weights are divided by.
+    """
+
+    def __init__(self, experts: Any, scale: int = 1) -> None:
+        self.experts, self.scale = experts, scale
 
     def __call__(self, x: Tensor, sizes: Tensor) -> Tensor:
         e = self.experts
@@ -103,12 +103,29 @@ class ExpertProducts:
         return swiglu(h) if usual and type(e.act_fn).__name__ in silu else e._apply_gate(h)
 
     def _linear(self, x: Tensor, sizes: Tensor, name: str) -> Tensor:
-        weight = _local(getattr(self.experts, name)).to(x.dtype)
+        weight = self._weight(name).to(x.dtype)
         y = grouped_gemm(x, weight if self.experts.is_transposed else weight.mT, sizes)
         if not self.experts.has_bias:
             return y
-        bias = _local(getattr(self.experts, f"{name}_bias")).to(x.dtype)
+        bias = self._weight(f"{name}_bias").to(x.dtype)
         return y + bias.repeat_interleave(sizes, 0, output_size=len(x))
+
+    def _weight(self, name: str) -> Tensor:
+        weight = _local(getattr(self.experts, name))
+        return weight if self.scale == 1 else _Divided.apply(weight, self.scale)
+
+
+class _Divided(torch.autograd.Function):
+    """A weight, whose gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.by, None
 
 
 def chosen_experts(

@@ -33,7 +33,8 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel
     """Cut the projections of a parallelized model over the ranks of `mesh`, by the model's own plan. In place.
 
     Every rank calls it with the same whole weights. Gradients are summed over the context ranks alone
-    (`sum_gradients`); those of cut weights are DTensors of this rank's part.
+    (`sum_gradients`); those of cut weights are DTensors of this rank's part. `clip_gradients` clips them by the whole
+    norm, `save_weights` writes the whole weights; the model's own `save_pretrained` then raises UnsupportedError.
 
     Args:
         model: what `parallelize(model, cp)` returned, in memory.
@@ -65,7 +66,14 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel
     group = Group(mesh.get_group(), cp.comm.timeout, "torch")
     agree_on_weights(model, group, cp.validate)
     split.batches.groups.append(group)
+    model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
     return apply_tensor_parallelism(model, mesh, plan)
+
+
+def _refuse_to_save(save_directory: object, *args: object, **keywords: object) -> None:
+    """In place of the library's, which reads memory that a cut weight has not."""
+    hint = "ring_la.integrations.transformers.weights.save_weights(model, folder) writes the same files"
+    raise UnsupportedError("save_pretrained", "save_weights, called on every rank", "a cut model", hint)
 
 
 def _refuse_cut_mixers(model: nn.Module, plan: dict[str, str]) -> None:

@@ -94,11 +94,13 @@ class ContextTrainer(ShardsTrainer):
 
     A model that ``shard_parameters(…, average=True)`` was given, and that `load_weights` has filled, stays on its
     shards: checkpoints are in Transformers' format beside the optimizer's shards; any other split goes on from them.
+    What is trained and whole on every rank, such as adapters (`add_adapters`), the Trainer averages itself.
 
     Raises:
         ArgumentError: a model that was not parallelized, or without average=True; groups of several sizes.
-        UnsupportedError: an option that needs whole logits, or one that gives out rows in a way of its own; of a
-            sharded model, trained parameters that are no shards, or an option that would wrap or cast it again.
+        DisagreementError: of a sharded model, adapters that differ between ranks.
+        UnsupportedError: an option that needs whole logits, or one that gives out rows in a way of its own; a model cut
+            by `tensor_parallel`; of a sharded model, an option that would wrap or cast it again.
     """
 
     axis: DataAxis

@@ -1,13 +1,15 @@
 """The Trainer of Transformers on a model that FSDP2 has sharded already: nothing wraps it again, and checkpoints are
 written and read by shards.
 
-    checkpoint-500/    config.json, shards of safetensors and their index, as `save_weights` writes them
+    checkpoint-500/    config.json, shards of safetensors and their index, as `save_weights` writes them; of adapters
+                       what PEFT writes, by rank 0
         optimizer/     its states by torch.distributed.checkpoint, so that a run with other axes reads them
         scheduler.pt, trainer_state.json, rng_state_*.pth: the Trainer's own
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from ...context import ContextParallel, agree_on_weights
 from ...errors import UnsupportedError
 from ...reading import load
+from ...training import clip_gradients, sum_gradients
 from .averaging import averaging
 from .weights import load_weights, save_weights
 from .weights.files import INDEX
 
 OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer", "scheduler.pt", "training_args.bin"
+TRAINED = StateDictOptions(ignore_frozen_params=True)
 
 
 class ShardsTrainer(Trainer):
@@ -33,9 +43,11 @@ class ShardsTrainer(Trainer):
 
     Attributes:
         sharded: whether the model's parameters are shards.
+        copies: of such a model, what is trained and whole on every rank, such as adapters. The Trainer averages it.
     """
 
     sharded: bool
+    copies: list[nn.Parameter]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -44,15 +56,19 @@ class ShardsTrainer(Trainer):
         if self.sharded:
             self._refuse_for_shards(model)
             self.accelerator.prepare_model = self._prepared
+            self.copies = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+            if self.copies:
+                self._everyone = ContextParallel(scan="ring")
+                agree_on_weights(nn.ParameterList(self.copies), self._everyone.comm)
 
     def _refuse_for_shards(self, model: nn.Module) -> None:
+        if not any(isinstance(m, FSDPModule) for m in model.modules()):
+            name = next(n for n, p in model.named_parameters() if isinstance(p, DTensor))
+            hint = "Train what tensor_parallel cut in a loop of your own: sum_gradients, clip_gradients, save_weights"
+            raise UnsupportedError("model", "one that is whole on each rank or sharded by FSDP2", f"{name}, cut", hint)
         if not any(True for _ in averaging(model)):
             hint = "The Trainer averages gradients over all ranks: shard_parameters(…, average=True)"
             raise UnsupportedError("model", "one whose shards' gradients are averaged", "sums", hint)
-        hint = "FSDP2 sums the gradients of what it shards alone; examples/train_hybrid.py trains adapters"
-        for name, p in model.named_parameters():
-            if p.requires_grad and not isinstance(p, DTensor):
-                raise UnsupportedError("model", "one whose trained parameters are all sharded", name, hint)
         for name in ("bf16", "fp16", "fsdp", "deepspeed"):
             if getattr(self.args, name, None):
                 hint = "shard_parameters(dtype=torch.bfloat16) says what a sharded model computes in"
@@ -63,15 +79,24 @@ class ShardsTrainer(Trainer):
         self.accelerator._models.append(model)
         return model
 
+    def training_step(self, *args: Any, **keywords: Any) -> Tensor:
+        loss = super().training_step(*args, **keywords)
+        if self.sharded and self.copies and self.accelerator.sync_gradients:
+            sum_gradients(self.copies, self._everyone)
+            for p in self.copies:
+                if p.grad is not None:
+                    p.grad /= self._everyone.size
+        return loss
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if not self.sharded:
             return super()._clip_grad_norm(model)
-        return _clipped(model, self.args.max_grad_norm)
+        return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if not self.sharded or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
-        return _clipped(model, float("inf"))
+        return clip_gradients(model.parameters(), float("inf"))
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -84,7 +109,10 @@ class ShardsTrainer(Trainer):
             for file in [*folder.glob("*.safetensors"), *folder.glob(INDEX)]:
                 file.unlink()
         dist.barrier()
-        save_weights(self.model, folder)  # type: ignore[arg-type]
+        if not _adapted(self.model):
+            save_weights(self.model, folder)  # type: ignore[arg-type]
+        elif self.args.should_save:
+            self.model.save_pretrained(folder)  # type: ignore[operator]
         if self.args.should_save:
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
@@ -100,19 +128,27 @@ class ShardsTrainer(Trainer):
         return None
 
     def _states(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, _bare(self.optimizer))
+        return get_optimizer_state_dict(self.model, _bare(self.optimizer), options=TRAINED)
 
     # -- reading -------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.sharded:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        return reload_weights(self.model, resume_from_checkpoint, self.args.device)
+        return self._reload(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if not self.sharded:
             return super()._load_best_model()
-        return reload_weights(self.model, str(self.state.best_model_checkpoint), self.args.device)
+        return self._reload(str(self.state.best_model_checkpoint))
+
+    def _reload(self, folder: str) -> None:
+        if not _adapted(self.model):
+            return reload_weights(self.model, folder, self.args.device)
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, load_peft_weights(folder, device="cpu"))
+        return None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self.sharded:
@@ -120,15 +156,15 @@ class ShardsTrainer(Trainer):
         if checkpoint is not None and Path(checkpoint, OPTIMIZER).is_dir():
             state = {"optimizer": self._states()}
             load(state, Path(checkpoint) / OPTIMIZER)
-            set_optimizer_state_dict(self.model, _bare(self.optimizer), state["optimizer"])
+            set_optimizer_state_dict(self.model, _bare(self.optimizer), state["optimizer"], options=TRAINED)
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
         return None
 
 
-def _clipped(model: nn.Module, most: float) -> Tensor:
-    """The norm of all gradients, before it is at most `most`."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _adapted(model: Any) -> bool:
+    """Whether what is trained are adapters of PEFT, around a model."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

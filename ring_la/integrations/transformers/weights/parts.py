@@ -26,7 +26,8 @@ def part_of(p: Tensor, whole: Tensor, device: torch.device) -> Tensor:
 
 
 class ModelRanks:
-    """The ranks a model is on: those its parameters are sharded and copied over, else all of the job.
+    """The ranks a model is on: those its parameters are sharded and copied over, else all of the job. What tensor
+    parallelism has cut is copied over ranks that no parameter tells of, its context ranks among them: all of the job.
 
     Attributes:
         index: of this rank among them. size: their number.
@@ -34,7 +35,9 @@ class ModelRanks:
 
     def __init__(self, model: nn.Module) -> None:
         meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-        mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+        split: Any = getattr(model, "_ring_la", None)
+        cut = split is not None and len(split.batches.groups) > 1
+        mesh = None if cut else max(meshes, key=lambda mesh: mesh.size(), default=None)
         self.groups: list[Any] = []
         self.index, self.size = 0, 1
         if mesh is not None:
