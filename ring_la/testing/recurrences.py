@@ -9,7 +9,7 @@ The truth is the definition's token loop in fp64 on the whole sequence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -133,7 +133,13 @@ def check_recurrence(
     assert not bad, f"{definition.name}, errors above {TOLERANCE[dtype]:g}: " + "; ".join(bad[:12])
 
 
-def _cases(function, truth, group, kinds, scans):
+def _cases(
+    function: Function,
+    truth: Truth,
+    group: torch.distributed.ProcessGroup | None,
+    kinds: Iterable[str],
+    scans: Iterable[Any],
+) -> Iterator[tuple[str, dict[str, float]]]:
     if group is None:
         for mode in ("chunk", "recurrent"):
             yield mode, errors(function, truth, mode=mode)
