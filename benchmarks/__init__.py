@@ -6,6 +6,7 @@ Results and the commands that made them: results/README.md. Which file measures 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -16,3 +17,8 @@ def environment(**more: str) -> dict[str, str]:
     """Variables for a process that imports this package, wherever it is started; `more` of them."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path} | more
+
+
+def torchrun(ranks: int, *words: str) -> list[str]:
+    """The command that starts so many ranks on this host; `words`: the module that each runs, and its options."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", *words]

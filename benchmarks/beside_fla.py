@@ -19,7 +19,7 @@ from .ops.cases import CASES
 
 SHAPE, OWN = "1x8192x32x128", {"mamba2": "1x32768x80x128x64"}
 NEWEST_FIRST = (
-    "near", "near-own", "near-fla-before", "forgetting-fla", "recurrences-fla-3", "recurrences-fla-2",
+    "rwkv7-fla", "near", "near-own", "near-fla-before", "forgetting-fla", "recurrences-fla-3", "recurrences-fla-2",
     "recurrences-fla", "momentum-ops", "slow-recurrences-2", "slow-recurrences", "recurrences-erase",
     "recurrences", "ops",
 )  # fmt: skip

@@ -26,13 +26,15 @@ from torch import Tensor
 
 import ring_la
 from benchmarks.options import need_gpus
-from benchmarks.rows import Rows
+from benchmarks.rows import Rows, machine, reason
 from ring_la.indexers import block_index, lightning_index
 
+from .errors import relative_error, worst_error
 from .latents import L, N, R, draw
 from .ops.measure import milliseconds
 from .peers import chosen as peers
 from .sparse import choose
+from .timing import elapsed
 
 Function = Callable[..., Tensor]
 CHECKED = 64
@@ -176,7 +178,7 @@ def rows(case: Case, late: Callable[[], bool]) -> Iterator[dict]:
             function = make()
             if name not in case.others and want is not None:
                 with torch.no_grad():
-                    row["error"] = apart(function(*case.x)[0, at], want)
+                    row["error"] = relative_error(function(*case.x)[0, at], want)
             row |= timed(function, case)
         except Exception as error:  # what cannot run is a line of the table
             row["failed"] = reason(error)
@@ -191,15 +193,6 @@ def rows(case: Case, late: Callable[[], bool]) -> Iterator[dict]:
         yield row
 
 
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-
-
-def apart(got: Tensor, want: Tensor) -> float:
-    """‖got − want‖ / ‖want‖."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
 def compared(function: Function, case: Case, first: list[Tensor]) -> dict[str, float]:
     """The largest error of the gradients, beside those of the first arm, which are put into `first`."""
     o = function(*case.x)
@@ -208,7 +201,7 @@ def compared(function: Function, case: Case, first: list[Tensor]) -> dict[str, f
     if not first:
         first += grads
         return {}
-    return {"gradients": max(apart(a, b) for a, b in zip(grads, first))}
+    return {"gradients": worst_error(grads, first)}
 
 
 def timed(function: Function, case: Case, back: bool = False) -> dict[str, float]:
@@ -231,12 +224,8 @@ def timed(function: Function, case: Case, back: bool = False) -> dict[str, float
 def median(call: Callable[[], object]) -> float:
     """ms of a call; of one that takes long, of one alone."""
     call()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) if start.elapsed_time(stop) > SLOW else milliseconds(call, budget=0.1)
+    alone = elapsed(call)
+    return alone if alone > SLOW else milliseconds(call, budget=0.1)
 
 
 def index(T: int, late: Callable[[], bool]) -> Iterator[dict]:
@@ -254,7 +243,7 @@ def index(T: int, late: Callable[[], bool]) -> Iterator[dict]:
         found = lightning_index(q, k, w, 2048, **how)
         first = found if first is None else first
         yield row | {
-            "error": apart(found.scores[:, 2048:], first.scores[:, 2048:]),
+            "error": relative_error(found.scores[:, 2048:], first.scores[:, 2048:]),
             "others": others(found.places[:, 2048:], first.places[:, 2048:]),
             "forward": round(median(lambda how=how: lightning_index(q, k, w, 2048, **how)), 2),
         }
@@ -277,7 +266,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, found, T, forms = time.monotonic(), Rows(args.out, torch=torch.__version__), args.tokens, args.forms
+    began, found, T, forms = time.monotonic(), Rows(args.out, **machine()), args.tokens, args.forms
 
     def late() -> bool:
         return time.monotonic() - began > args.limit

@@ -7,7 +7,6 @@ short sequence takes in either mode, where `kernels.backends.SHORT` comes from.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,6 +19,8 @@ from ring_la.kernels import recurrent as decode
 from tests.support.triton_cases import Case
 
 from .ops.measure import bandwidth, milliseconds
+from .rows import machine, save
+from .timing import graph_of
 
 RULES = "additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"
 TILES = (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8)
@@ -45,12 +46,7 @@ def one_token(copy: float, rules: Sequence[str]) -> dict[str, list]:
 
 def replayed(function: Callable[[], object]) -> float:
     """ms of `function` in a CUDA graph."""
-    for _ in range(3):
-        function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return milliseconds(graph.replay, budget=0.02)
+    return milliseconds(graph_of(function, warm=3).replay, budget=0.02)
 
 
 @torch.no_grad()
@@ -78,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     args = parser.parse_args()
     need_gpus(parser)
-    found: dict = {"gpu": torch.cuda.get_device_name(), "copy_bytes_per_second": bandwidth()}
+    found: dict = machine() | {"copy_bytes_per_second": bandwidth()}
     rules = args.rules.split(",")
     parts = ("one_token", lambda: one_token(found["copy_bytes_per_second"], rules)), ("short", short_sequences)
     for name, part in parts:
@@ -86,9 +82,7 @@ def main() -> None:
             found[name] = part()
         except Exception as e:  # the other part still says something
             print(name, type(e).__name__, str(e)[-300:], flush=True)
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(found, f, indent=1)
+        save(args.out, found)
 
 
 if __name__ == "__main__":

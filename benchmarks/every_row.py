@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ring_la.cli.options import count
 
-from . import environment
+from . import environment, torchrun
 
 TABLE = Path(__file__).with_name("rows.txt")
 
@@ -65,8 +65,7 @@ def words(row: Row, gpus: int, out: Path) -> list[str]:
         more = said.index("--more") if "--more" in said else len(said)
         own = ["--gpus", str(gpus), "--folder", str(out / "runs" / row.name), "--out", str(out / f"{row.name}.json")]
         return [sys.executable, "-m", "ring_la", "bench", "large", *said[:more], *own, *said[more:]]
-    ranks = 1 if row.alone else gpus
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", *said]
+    return torchrun(1 if row.alone else gpus, *said)
 
 
 class Run:

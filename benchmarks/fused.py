@@ -17,7 +17,8 @@ from benchmarks.rows import Rows
 from ring_la.kernels.fused import ahead, cross_entropy, discretise, log_decay, short_conv, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
-from .ops.measure import bandwidth, milliseconds, peak
+from .ops.measure import bandwidth, milliseconds
+from .timing import peak
 
 Row = dict
 
@@ -36,7 +37,7 @@ def timed(what: str, ours: Callable, plain: Callable, given: list[Tensor], moved
         def both(function=function, do=do) -> None:
             torch.autograd.grad(function(*given), [t for t in given if t.requires_grad], do, allow_unused=True)
 
-        row[name] = [milliseconds(forward), milliseconds(both), peak(both)]
+        row[name] = [milliseconds(forward), milliseconds(both), round(peak(both), 3)]
     return row
 
 
@@ -62,7 +63,7 @@ def gates_times(copy: float) -> Iterator[Row]:
         a = torch.randn(1, 32768, *sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         A_log, bias = (torch.randn(n, device="cuda", requires_grad=True) for n in (32, sizes[0]))
         moved = 6 * a.numel(), 8 * a.numel()
-        plain = lambda *x: log_decay.plain_log_decay(*x, 1.0, 1.0)  # noqa: E731
+        plain = lambda *x: log_decay.plain_log_decay(*x, 1.0, 1.0, False)  # noqa: E731
         yield timed(f"decay {sizes[0]}", log_decay.decay_gate, plain, [a, A_log, bias], moved, copy)
     o, z = (torch.randn(1, 32768, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     weight = torch.randn(128, device="cuda", requires_grad=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import os
 import pstats
+import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from benchmarks.options import need_gpus
+from benchmarks.options import join_gpus, need_gpus
 from tests.support.recurrence_cases import make_inputs
 
 from .peers import ops as peers
+from .rows import machine, save
 from .tapes import TapesOfACall
+from .timing import host, now
 
 OPS = (
     "linear_attention", "retention", "lightning_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule",
@@ -57,15 +59,7 @@ class Nothing(torch.autograd.Function):
 
 def microseconds(call: Callable[[], Any]) -> float:
     """Median over rounds of a call's time on the host."""
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) / CALLS)
-    torch.cuda.synchronize()
-    return round(sorted(times)[ROUNDS // 2] * 1e6, 1)
+    return round(statistics.median_high(host(call, CALLS) for _ in range(ROUNDS)) * 1e6, 1)
 
 
 def backward_microseconds(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> float:
@@ -73,13 +67,12 @@ def backward_microseconds(forward: Callable[[], torch.Tensor], inputs: list[torc
     times, do = [], torch.randn_like(forward())
     for _ in range(ROUNDS):
         outs = [forward() for _ in range(CALLS)]
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = now()
         for o in outs:
             torch.autograd.grad(o, inputs, do)
         times.append((time.perf_counter() - start) / CALLS)
     torch.cuda.synchronize()
-    return round(sorted(times)[ROUNDS // 2] * 1e6, 1)
+    return round(statistics.median_high(times) * 1e6, 1)
 
 
 def drawn(name: str, shape: dict[str, int] = SHAPE) -> dict[str, torch.Tensor]:
@@ -196,18 +189,16 @@ def main() -> None:
     args = parser.parse_args()
     need_gpus(parser)
     if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        join_gpus(parser)
     rank = int(os.environ.get("RANK", 0))
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE}
+    result: dict[str, Any] = machine() | {"shape": SHAPE}
 
     def note(part: str, rows: list[dict[str, Any]]) -> None:
         """Keep what was found so far."""
         result[part] = rows
         if rank == 0:
             print(rows[-1], flush=True)
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "host.json").write_text(json.dumps(result, indent=1))
+            save(args.out / "host.json", result)
 
     rows: list[dict[str, Any]] = []
     for name in args.ops.split(","):

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 
 import ring_la
 from benchmarks.options import need_gpus
-from benchmarks.rows import Rows
+from benchmarks.rows import Rows, machine
 from ring_la.kernels.runtime.tape import TapedLaunch
 from ring_la.kernels.runtime.written import allocator, function_of
 
+from .errors import relative_error
 from .host import Nothing, backward_microseconds, drawn, microseconds, operation
 from .peers import ops as peers
 from .tapes import TapesOfACall
@@ -58,8 +59,8 @@ def operator(name: str, channels: int, tokens: int) -> dict[str, Any]:
     want = op(**{n: t.float() for n, t in x.items()}, backend="torch")
     row["forward"] = measured(lambda: op(**x))
     row["forward, gradients"] = measured(lambda: op(**leaves))
-    played = op(**x).float()
-    row["error"] = round(float((played - want).norm() / want.norm()), 5)
+    played = op(**x)
+    row["error"] = round(relative_error(played, want), 5)
     do = torch.randn_like(op(**x))
     whole = lambda: torch.autograd.grad(op(**leaves), list(leaves.values()), do)  # noqa: E731
     row["both"] = measured(whole)
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--profile", nargs="*", default=[])
     args = parser.parse_args()
     need_gpus(parser)
-    note = Rows(args.out, device=torch.cuda.get_device_name(), torch=torch.__version__).add
+    note = Rows(args.out, **machine()).add
     note({"each": each()})
     note(attention(args.tokens))
     for channels in args.channels:

@@ -27,6 +27,9 @@ from ring_la import reference
 from ring_la.softmax.strategies import mailbox
 
 from .attention.measure import milliseconds
+from .errors import relative_error
+from .rows import save
+from .timing import elapsed, largest, peak
 
 L, R, N, V = 512, 64, 128, 128
 CHECKED = 2048
@@ -93,7 +96,7 @@ def check(cp: ring_la.ContextParallel) -> dict[str, dict[str, float]]:
         whole = [layout.gather(t.detach()) for t in got[:4]]
         whole += [cp.comm.all_reduce(t.float()).wait() for t in got[4:]]
         names = ("o", "dq", "dlatent", "dk_rope", "dw_uk", "dw_uv")
-        found[name] = {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, whole, want)}
+        found[name] = {n: relative_error(a, b) for n, a, b in zip(names, whole, want)}
     return found
 
 
@@ -110,12 +113,9 @@ def row(cp: ring_la.ContextParallel, tokens: int, heads: int) -> dict[str, float
     steps = {n: partial(total, arm(layout), leaves, do) for n, arm in ARMS.items()}
     out: dict[str, float] = dict(tokens=tokens, heads=heads)
     for name, step in steps.items():
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
         with counted() as sent:
-            step()
+            out[f"{name}_GiB"] = peak(step)
         out[f"{name}_bytes"] = sent[0]
-        out[f"{name}_GiB"] = (torch.cuda.max_memory_allocated() - held) / 2**30
     few = tokens > 100_000  # seconds a call
     times = once_each([*steps.values()]) if few else milliseconds([*steps.values()])
     return out | {f"{name}_ms": t for name, t in zip(steps, times)}
@@ -123,19 +123,15 @@ def row(cp: ring_la.ContextParallel, tokens: int, heads: int) -> dict[str, float
 
 def once_each(steps: list[Callable[[], object]]) -> list[float]:
     """ms of one call of each, of the slowest rank."""
-    times = []
-    for step in steps:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        dist.barrier()
-        start.record()
-        step()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    slowest = torch.tensor(times, device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
+    return largest([together(step) for step in steps])
+
+
+def together(step: Callable[[], object]) -> float:
+    """ms of one call on this rank, which all begin behind a barrier of their hosts: calls of seconds, so that devices
+    need not start together."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    return elapsed(step)
 
 
 def clock(limit: float) -> Left:
@@ -143,9 +139,7 @@ def clock(limit: float) -> Left:
     began = time.monotonic()
 
     def left() -> float:
-        spent = torch.tensor(time.monotonic() - began, device="cuda")
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        return limit - spent.item()
+        return limit - largest([time.monotonic() - began])[0]
 
     return left
 
@@ -168,8 +162,7 @@ def main() -> None:
         result["rows"].append(row(cp, *map(int, pair.split(":"))))
         if cp.rank == 0:
             print(json.dumps(result["rows"][-1]), flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(result, indent=1))
+            save(args.out, result)
     dist.destroy_process_group()
 
 

@@ -17,7 +17,6 @@ remembers of the sequences; that the tokens are right is for tests.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from ring_la.serving.model import Served
 
 from .options import counts
 from .replays import Replays, quantile
+from .rows import Rows
 
 GIB = 2**30
 SPARE = 1.3
@@ -68,7 +68,7 @@ class Runs:
         engine: Engine,
         args: argparse.Namespace,
         begun: float,
-        rows: list[dict[str, Any]],
+        rows: Rows,
         replays: Replays,
     ) -> None:
         self._engine, self._args, self._begun, self._rows, self._replays = engine, args, begun, rows, replays
@@ -79,7 +79,7 @@ class Runs:
         dice = torch.Generator().manual_seed(length)
         cold, warm = torch.randint(self._engine.model.vocab_size, (2, length), generator=dice).tolist()
         steps: list[tuple[str, list[Asked]]] = [("first token", [Asked(warm, 2)])]
-        if not self._args.once or not self._rows or "prompt" not in self._rows[-1]:
+        if not self._args.once or "prompt" not in (self._rows.rows or [{}])[-1]:
             steps.insert(0, ("first token, cold", [Asked(cold, 2)]))
         for batch in self._args.batches:
             tokens = self._args.tokens + 2 * batch  # they come one after the other
@@ -102,7 +102,7 @@ class Runs:
             each.then = then
         wanted = SPARE * len(jobs) * self._remembered() / GIB
         if len(jobs) > 1 and torch.cuda.is_available() and wanted > (free := _free() / GIB):
-            self._put({"prompt": length, "what": name, "GiB wanted": wanted, "GiB free": free})
+            self._rows.add({"prompt": length, "what": name, "GiB wanted": wanted, "GiB free": free})
             self._next(length, rest)
             return
         if torch.cuda.is_available():
@@ -133,20 +133,13 @@ class Runs:
             row |= {what: 1e3 * (now - self._waited[what]) / tokens for what, now in self._waits().items()}
             row |= {"reused": jobs[0].reused, "all seconds": end - asked, "GiB read a step": self._bytes(jobs) / GIB}
             row |= {"graphs": self._engine.batch.graphs}
-        self._put(row)
+        self._rows.add(row)
 
     def _waits(self) -> dict[str, float]:
         """Seconds that this rank's host has waited so far, for what."""
         ranks, cp = self._engine.ranks.comm, self._engine.cp
         groups = {"waits for hosts": ranks, "waits for the GPU": None if cp is None or cp.comm is ranks else cp.comm}
         return {what: group.wait_seconds for what, group in groups.items() if group is not None}
-
-    def _put(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-        print(json.dumps(row), flush=True)
-        if self._args.out:
-            self._args.out.parent.mkdir(parents=True, exist_ok=True)
-            self._args.out.write_text(json.dumps(self._rows, indent=1))
 
     def _bytes(self, jobs: list[Asked]) -> float:
         return chosen_weights(self._engine.model.model) + len(jobs) * self._remembered()
@@ -233,12 +226,11 @@ def measure(cp: ContextParallel, args: argparse.Namespace, begun: float, replays
         model: Served = hybrid(cp, args)
     else:
         model = mixture(cp, args.model, args.small, args.sharded)
-    rows: list[dict[str, Any]] = []
+    rows = Rows(args.out)
     if args.longest:
         tokens = fitting(model, cp, args.piece * cp.size if model.goes_on else None, 0)
-        rows.append({"what": "longest context", "ranks": cp.size, "tokens": tokens})
         if cp.rank == 0:
-            print(json.dumps(rows[0]), flush=True)
+            rows.add({"what": "longest context", "ranks": cp.size, "tokens": tokens})
     for length in args.lengths:
         if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
             return  # rank 0's time

@@ -9,9 +9,6 @@ of docs/users/tutorials/own_recurrence.md. The third column is a loop over token
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,9 @@ from torch import Tensor
 import ring_la
 
 from . import ROOT
+from .errors import relative_error
+from .rows import machine, save
+from .timing import medians, wall
 
 PAGE = ROOT / "docs" / "users" / "tutorials" / "own_recurrence.md"
 FEW = 64
@@ -49,19 +49,9 @@ def inputs(tokens: int, heads: int, channels: int, device: str) -> list[Tensor]:
     return [t.requires_grad_() for t in (q, k, *rest, normal(heads, channels))]
 
 
-def in_turns(calls: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
-    """Milliseconds of each, medians; one after the other in each round, after two rounds that do not count."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for n in range(repeats + 2):
-        for name, call in calls.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[name] += [1e3 * (time.perf_counter() - start)] * (n > 1)
-    return {name: round(statistics.median(t), 3) for name, t in times.items()}
+def in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Milliseconds of each by the clock, which has what is written in Python, too."""
+    return {name: round(1e3 * t, 3) for name, t in medians(calls, repeats, warm=2, clock=wall).items()}
 
 
 def main() -> None:
@@ -87,21 +77,20 @@ def main() -> None:
     a, b = own(*x).o, by_hand(*x)
     c = loop(*few).detach()
     found: dict[str, Any] = {"tokens": options.tokens, "heads": options.heads, "channels": options.channels}
-    found |= {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__}
+    found |= machine()
     found["equal"] = torch.equal(a, b)
-    found["loop_error"] = float((c.double() - a[:, :FEW].detach().double()).norm() / c.double().norm())
+    found["loop_error"] = relative_error(a[:, :FEW].detach(), c)
     arms = {"definition": (lambda *x: own(*x).o, x, do), "by hand": (by_hand, x, do),
             f"loop of {FEW} tokens": (loop, few, do[:, :FEW])}  # fmt: skip
     with torch.no_grad():
-        forward = in_turns({n: lambda a=a: a[0](*a[1]) for n, a in arms.items()}, device, options.repeats)
+        forward = in_turns({n: lambda a=a: a[0](*a[1]) for n, a in arms.items()}, options.repeats)
     steps = {n: lambda a=a: torch.autograd.grad(a[0](*a[1]), a[1], a[2]) for n, a in arms.items()}
-    both = in_turns(steps, device, options.repeats)
+    both = in_turns(steps, options.repeats)
     for name in arms:
         found[name] = {"forward": forward[name], "forward and backward": both[name]}
         print(f"{name:20} {forward[name]:9.3f} {both[name]:9.3f}", flush=True)
     print(f"equal bits: {found['equal']}; the loop differs by {found['loop_error']:.1e}")
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    save(options.out, found)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ tests/gpu/test_serving.py.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks.options import need_gpus
+from benchmarks.rows import save
+from benchmarks.timing import wall
 from ring_la import ContextParallel
 from ring_la.cli.job import job
 from ring_la.inference import Prefilled
@@ -54,13 +54,9 @@ def times(cp: ContextParallel) -> dict:
 
 def spent(call: Callable[[], None], times: int) -> float:
     """Seconds a call, after three."""
-    for i in range(times + 3):
-        if i == 3:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
+    for _ in range(3):
         call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / times
+    return wall(call, times)
 
 
 def one_step(model: Hybrid, read: Prefilled) -> Prefilled:
@@ -86,8 +82,7 @@ def main() -> None:
         cp = ContextParallel(validate="never")
         found = times(cp)
         if cp.rank == 0:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(found, indent=1))
+            save(args.out, found)
 
 
 if __name__ == "__main__":

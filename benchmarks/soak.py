@@ -38,6 +38,9 @@ import torch
 
 from ring_la.inference import Sampler, generate
 from ring_la.models import HybridConfig, HybridLM
+from ring_la.testing.processes import free_port
+
+from .rows import save
 
 ASKED = 24
 """Different requests."""
@@ -145,10 +148,8 @@ class Clients:
 
 def start(folder: str, ranks: int, log: Path, port: str = "0") -> tuple[list[subprocess.Popen[str]], int]:
     """The ranks of a server, and its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = str(free.getsockname()[1])
-    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store}
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     job |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ring_la", "serve", folder, "--port", port, "--piece", "1024", "--keep", "2"]
     command += ["--request-log", str(log), "--max-tokens-total", "8192", "--keep-host", "1", "--keep-disk", "4"]
@@ -258,8 +259,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = soak(args.seconds, args.clients, args.ranks, Path(folder), args.kills)
     print(json.dumps(found, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1))
+    save(args.out, found)
     if not found["sound"]:
         raise SystemExit("not sound")
 

@@ -39,7 +39,9 @@ from benchmarks.options import join_gpus
 from ring_la.indexers import lightning_index, lightning_loss
 from ring_la.softmax.backends import latents
 
-from .latents import L, Left, N, R, V, clock, draw, once_each
+from .errors import relative_error
+from .latents import L, Left, N, R, V, clock, draw, once_each, together
+from .rows import save
 
 INDEXED, CHECKED, COMPILED = 131_072, 4096, 65_536
 LOSSES = ("triton",)
@@ -78,7 +80,7 @@ def check(cp: ring_la.ContextParallel, forms: list[str]) -> Iterator[tuple[str, 
         names = ("o", "dq", "dlatent", "dk_rope", "dw_uk", "dw_uv")
         yield (
             f"{strategy}, {form}",
-            {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, all_of, want)},
+            {n: relative_error(a, b) for n, a, b in zip(names, all_of, want)},
         )
 
 
@@ -198,15 +200,9 @@ def loads(cp: ring_la.ContextParallel, left: Left) -> Iterator[tuple[str, list[f
         layout, T = cp.layout(INDEXED, kind), INDEXED // cp.size
         q, k = (torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 128), (128,)))
         w = torch.rand(1, T, 4, device="cuda")
-        lightning_index(q, k, w, 2048, layout=layout, backend="triton")
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        dist.barrier()
-        start.record()
-        lightning_index(q, k, w, 2048, layout=layout, backend="triton")
-        stop.record()
-        torch.cuda.synchronize()
-        mine = torch.tensor([start.elapsed_time(stop)], device="cuda")
+        call = partial(lightning_index, q, k, w, 2048, layout=layout, backend="triton")
+        call()
+        mine = torch.tensor([together(call)], device="cuda")
         each = [torch.zeros_like(mine) for _ in range(cp.size)]
         dist.all_gather(each, mine)
         yield kind, [t.item() for t in each]
@@ -238,8 +234,7 @@ def main() -> None:
             result.setdefault(name, {})[way] = found
             if cp.rank == 0:
                 print(name, way, json.dumps(found), f"{time.monotonic() - began:.0f} s", flush=True)
-                if args.out:  # as rows come: a run that is cut off still counts
-                    args.out.write_text(json.dumps(result, indent=1))
+                save(args.out, result)
     dist.destroy_process_group()
 
 

@@ -27,54 +27,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 import ring_la
-from benchmarks.options import need_gpus
+from benchmarks.options import join_gpus, need_gpus
 
+from .rows import machine, save
 from .step_cases import StepCase, decoding, denoising, qwen3_next, training
+from .timing import kernels, largest, wall
 
 WARM, MOST = 6, 20
 """Calls before the clock starts; calls of a median."""
 
 
-def slowest(seconds: float) -> float:
-    """The largest of all ranks."""
-    x = torch.tensor(seconds, device="cuda")
-    if dist.is_initialized():
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x.item()
-
-
 def median(run: Callable[[], object], seconds: float) -> float:
     """Milliseconds of a call, the slowest rank's, of as many as fit in so many seconds."""
     times: list[float] = []
-    while len(times) < MOST and (len(times) < 3 or slowest(sum(times)) < seconds):
+    while len(times) < MOST and (len(times) < 3 or largest([sum(times)])[0] < seconds):
         torch.cuda.synchronize()
         if dist.is_initialized():
             dist.barrier()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    each = torch.tensor(times, device="cuda")
-    if dist.is_initialized():
-        dist.all_reduce(each, dist.ReduceOp.MAX)
-    return 1e3 * statistics.median(each.tolist())
-
-
-def kernels(run: Callable[[], object]) -> tuple[float, list[tuple[str, float, float]]]:
-    """Milliseconds of the kernels of a call, one after the other; each kernel's name, calls and microseconds, the
-    longest first."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as p:
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-    each = [(e.key[:80], e.count / 3, round(e.self_device_time_total / 3, 1)) for e in p.key_averages()]
-    each = sorted((row for row in each if row[2]), key=lambda row: -row[2])
-    return sum(time for *_, time in each) / 1e3, each
+        times.append(wall(run))
+    return 1e3 * statistics.median(largest(times))
 
 
 def case_of(options: argparse.Namespace, cp: ring_la.ContextParallel | None) -> StepCase:
@@ -117,31 +90,27 @@ def measure(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     case = case_of(options, cp)
     found: dict[str, object] = {n: getattr(options, n) for n in ("case", "layers", "tokens", "sequences", "size")}
-    found |= {"ranks": ranks, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    found |= {"ranks": ranks} | machine()
     for name, make in ways_of(case, cp).items():
         if name not in options.ways:
             continue
         try:
-            if slowest(time.monotonic() - began) > options.limit:
+            if largest([time.monotonic() - began])[0] > options.limit:
                 raise TimeoutError(f"not begun within {options.limit:.0f} s")
             step = make()
             run = functools.partial(step, *case.arguments)
-            first = time.perf_counter()
-            for _ in range(WARM):
-                run()
-            torch.cuda.synchronize()
-            found[f"{name}, first calls, s"] = round(time.perf_counter() - first, 1)
+            found[f"{name}, first calls, s"] = round(WARM * wall(run, WARM), 1)
             found[name] = round(median(run, options.seconds), 3)
-            total, each = kernels(run)
-            found[f"kernels of {name}"] = round(total, 3)
+            each = kernels(run, calls=3)
+            found[f"kernels of {name}"] = round(sum(us for *_, us in each) / 1e3, 3)
             if options.table:
-                found[f"longest kernels of {name}"] = each[: options.table]
+                longest = [(kernel, count, round(us, 1)) for kernel, count, us in each[: options.table]]
+                found[f"longest kernels of {name}"] = longest
         except Exception as error:  # a way that fails is a result, and the others are measured
             found[name] = f"{type(error).__name__}: {error}"[:600]
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps(found), flush=True)
-            if options.out:  # as ways end: a run that is cut off still counts
-                options.out.write_text(json.dumps(found, indent=1))
+            save(options.out, found)
 
 
 def parted(words: Sequence[str]) -> list[list[str]]:
@@ -181,9 +150,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     runs = [parser.parse_args(words) for words in parted(sys.argv[1:])]
     need_gpus(parser)
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        join_gpus(parser)
     failed = False
     for options in runs:
         try:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from . import torchrun
 
 
 class StepRow(NamedTuple):
@@ -46,10 +47,9 @@ WAYS = "eager", "captured", "compiled", "compiled, captured"
 
 def run(row: StepRow, gpus: int, out: Path, seconds: float) -> None:
     """Take a row, for so many seconds at most."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-    what = ["-m", "benchmarks.steps", *row.options.split(), "--limit", str(row.seconds), "--out", str(out)]
+    what = ["benchmarks.steps", *row.options.split(), "--limit", str(row.seconds), "--out", str(out)]
     try:
-        subprocess.run([*launcher, *what], timeout=seconds, check=False)
+        subprocess.run(torchrun(gpus, *what), timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         print(f"{row.name}: cut off after {seconds:.0f} s; what was measured by then counts", flush=True)
 

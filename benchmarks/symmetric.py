@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import tempfile
 import time
 from datetime import timedelta
@@ -30,7 +31,9 @@ from ring_la.comm import Group
 from ring_la.scan import STRATEGIES
 from tests.support.split_calls import both_ways, captured, inputs
 
+from .rows import machine, save
 from .scan.arms import exchanges
+from .timing import gaps, largest
 
 TRANSPORTS = ("torch", "symmetric")
 CALLS = [(name, T) for T in (16384, 4096) for name in ("simple_gla", "gated_delta_rule")]
@@ -57,15 +60,7 @@ def microseconds(run, repeats: int = 20) -> float:
         run()
     torch.cuda.synchronize()
     dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    times = torch.tensor([a.elapsed_time(b) for a, b in zip(events, events[1:])], device="cuda")
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return round(times.median().item() * 1e3, 1)
+    return round(statistics.median_low(largest(gaps(run, repeats))) * 1e3, 1)
 
 
 def links() -> dict:
@@ -218,7 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     join_gpus(parser)
     start = time.monotonic()
-    result = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "ranks": dist.get_world_size()}
+    result = machine() | {"ranks": dist.get_world_size()}
     args.out.mkdir(parents=True, exist_ok=True)
     for part in args.parts:
         late = torch.tensor([time.monotonic() - start > args.budget], device="cuda", dtype=torch.int32)
@@ -229,7 +224,7 @@ def main() -> None:
         began = time.monotonic()
         result[part] = {"value": PARTS[part](), "seconds": round(time.monotonic() - began, 1)}
         if dist.get_rank() == 0:
-            (args.out / "symmetric.json").write_text(json.dumps(result, indent=1))
+            save(args.out / "symmetric.json", result)
     dist.destroy_process_group()
 
 

@@ -1,16 +1,157 @@
-"""Times of calls that ranks make together: the slowest rank's, arms in turns, no barrier inside what is timed."""
+"""The clocks of all benchmarks: of one device, of the host, and of calls that ranks make together.
+
+On one device: `elapsed` by events around calls in a row, `gaps` by events between them, `medians` of calls in turns,
+`wall` and `host` by the host's clock, `graph_of` what is timed as a replay; `kernels` of a call by the profiler, and
+`peak`, what it takes of memory. Of ranks: the slowest one's time, arms in turns, no barrier inside what is timed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from ring_la.comm import Group
 
+from .rows import reason
+
 Step = Callable[[], object]
+
+
+# -- one device ----------------------------------------------------------------------------------------------
+
+
+def elapsed(step: Step, inner: int = 1) -> float:
+    """Milliseconds of one of `inner` calls in a row on this GPU, by events; waits for the last."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stop.record()  # makes it, which the host would else do behind the calls
+    start.record()
+    for _ in range(inner):
+        step()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / inner
+
+
+def gaps(step: Step, count: int) -> list[float]:
+    """Milliseconds between the ends of calls that are issued without waiting for this GPU."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+
+def now() -> float:
+    """Seconds, when all is done that this process has given its GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def wall(step: Step, inner: int = 1) -> float:
+    """Seconds of one of `inner` calls in a row, until the device has done them."""
+    start = now()
+    for _ in range(inner):
+        step()
+    return (now() - start) / inner
+
+
+def host(step: Step, inner: int = 1) -> float:
+    """Seconds that one of `inner` calls in a row keeps the host, with nothing queued before them."""
+    start = now()
+    for _ in range(inner):
+        step()
+    took = time.perf_counter() - start
+    now()
+    return took / inner
+
+
+def medians(
+    steps: Mapping[str, Step], rounds: int, inner: int = 1, warm: int = 1, clock: Callable[[Step, int], float] = elapsed
+) -> dict[str, float]:
+    """The median of each step's times, of rounds in which they take turns: a GPU's clock moves by more than steps are
+    apart. `warm` rounds before those do not count. clock: what one of `inner` calls in a row takes."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for n in range(warm + rounds):
+        for name, step in steps.items():
+            took = clock(step, inner)
+            if n >= warm:
+                times[name].append(took)
+    return {name: statistics.median(of_one) for name, of_one in times.items()}
+
+
+def median(step: Step, rounds: int, inner: int = 1) -> float:
+    """Milliseconds of a step alone, the median of rounds of so many calls, behind one that does not count."""
+    return medians({"it": step}, rounds, inner)["it"]
+
+
+def peak(step: Step) -> float:
+    """GiB that a call takes on this GPU at the most, above what is held before."""
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def kernels(step: Step, calls: int = 1) -> list[tuple[str, float, float]]:
+    """What the profiler sees of a call on this GPU: each kernel's name, how often it runs and its microseconds, the
+    longest first; the mean of `calls` in a row."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[float, float]] = {}
+    for e in seen.key_averages():
+        count, us = found.get(e.key[:80], (0.0, 0.0))
+        found[e.key[:80]] = count + e.count / calls, us + e.self_device_time_total / calls
+    return sorted(((name, *of) for name, of in found.items() if of[1]), key=lambda kernel: -kernel[2])
+
+
+def graph_of(step: Step, warm: int = 0, mode: str = "global") -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a step, behind `warm` calls, after which kernels are compiled and memory is there. Where it
+    cannot be captured the error comes, and what is done afterwards is not disturbed.
+
+    mode: which threads must not disturb it; "thread_local" beside NCCL's watchdog.
+    """
+    for _ in range(warm):
+        step()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            step()
+    except Exception:
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(stream)  # which a capture that failed does not give back
+        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros((), device="cuda")  # else PyTorch's generator stays in the capture that failed, and draws raise
+        raise
+    return graph
+
+
+# -- ranks together ------------------------------------------------------------------------------------------
+
+
+def largest(numbers: Iterable[float]) -> list[float]:
+    """Of each of these numbers the largest of all ranks; where there are none, themselves. Collective."""
+    if not dist.is_initialized():
+        return [*numbers]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.tensor([*numbers], dtype=torch.float64, device=device)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return x.tolist()
 
 
 def barrier(group: Group) -> None:
@@ -27,23 +168,11 @@ def seconds(step: Step, group: Group, inner: int, lead: int = 0) -> float:
     else be part of what the first exchange takes. `lead`: calls before those, behind which hosts are ahead of their
     devices and ranks in step.
     """
-    if not group.on_cuda:
-        for _ in range(lead):
-            step()
-        start = time.perf_counter()
-        for _ in range(inner):
-            step()
-        return (time.perf_counter() - start) / inner
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    group.all_reduce(torch.zeros(1, device=group.device)).wait()
+    if group.on_cuda:
+        group.all_reduce(torch.zeros(1, device=group.device)).wait()
     for _ in range(lead):
         step()
-    start.record()
-    for _ in range(inner):
-        step()
-    stop.record()
-    torch.cuda.synchronize(group.device)
-    return start.elapsed_time(stop) / inner / 1e3
+    return elapsed(step, inner) / 1e3 if group.on_cuda else wall(step, inner)
 
 
 def in_turns(
@@ -66,8 +195,8 @@ def in_turns(
             barrier(group)
             times[name].append(seconds(arms[name], group, inner, lead))
     table = torch.tensor([times[name] for name in names], dtype=torch.float64, device=group.device)
-    slowest = group.all_reduce(table, op=dist.ReduceOp.MAX).wait().tolist()
-    return {name: sorted(row)[int(quantile * len(row))] for name, row in zip(names, slowest)}
+    table = group.all_reduce(table, op=dist.ReduceOp.MAX).wait().tolist()
+    return {name: sorted(row)[int(quantile * len(row))] for name, row in zip(names, table)}
 
 
 def speeds(group: Group) -> dict[str, float]:
@@ -101,13 +230,8 @@ def captured(steps: Mapping[str, Step]) -> tuple[dict[str, Step], dict[str, str]
     replays: dict[str, Step] = {}
     refused: dict[str, str] = {}
     for name, step in steps.items():
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                step()
+            replays[name] = graph_of(step, mode="thread_local").replay
         except Exception as error:
-            refused[name] = f"not capturable: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-        else:
-            replays[name] = graph.replay
+            refused[name] = f"not capturable: {reason(error)}"
     return replays, refused

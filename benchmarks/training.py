@@ -19,14 +19,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from . import ROOT, environment
+from . import ROOT, environment, torchrun
+from .rows import save
 from .script import config, load
 
 PARTS = {
@@ -67,7 +67,7 @@ def main() -> None:
     names = args.parts or list(PARTS)
     limit = args.limit or sum(PARTS[name][1] for name in names)
     options = {name: options_of(name, args.gpus) + args.more for name in names}
-    results = run(options, args.gpus, limit, lambda found: Path(args.out).write_text(json.dumps(found, indent=1)))
+    results = run(options, args.gpus, limit, lambda found: save(args.out, found))
     for name, result in results.items():
         steps = result["steps"]
         last = steps[-1] if steps else result["tail"][-3000:]
@@ -99,8 +99,7 @@ def run(options: dict[str, list[str]], gpus: int, limit: float, keep: Callable[[
                 for n, x in lines.items()
             }
 
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-        command += ["-m", "benchmarks.training", "--inside", str(todo)]
+        command = torchrun(gpus, "benchmarks.training", "--inside", str(todo))
         watched = environment(PYTHONFAULTHANDLER="1")  # SIGABRT leaves the stacks
         with open(log, "w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=watched)

@@ -7,8 +7,7 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 
 from . import recurrences, reference
 from .blockwise import by_block
-from .buckets import Buckets
-from .capture import capture
+from .capturing import Buckets, capture
 from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (

@@ -6,6 +6,9 @@ Each raises an `ArgumentError` that names the argument, what was expected and wh
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
@@ -32,6 +35,38 @@ def check_flag(name: str, value: object) -> None:
         raise ArgumentError(name, "True or False", describe_tensor(value))
 
 
+def is_int(x: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether it is an int, of at least so many if that is said; True and False are none."""
+    return isinstance(x, int) and not isinstance(x, bool) and (least is None or x >= least)
+
+
+def check_int(name: str, value: object, least: int, of: str = "") -> None:
+    """Refuse what is no int of at least so many."""
+    if not is_int(value, least):
+        raise ArgumentError(name, f"an int ≥ {least}{of}", describe_tensor(value))
+
+
+def check_kind(name: str, value: object, kind: type, optional: bool = False) -> None:
+    """Refuse what is not of a class; None is, where that is `optional`."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        expected = f"{article} {kind.__name__}{' or None' if optional else ''}"
+        raise ArgumentError(name, expected, describe_tensor(value))
+
+
+def check_has(name: str, value: object, attributes: Sequence[str], expected: str) -> None:
+    """Refuse what has not what a protocol asks for."""
+    if missing := [attribute for attribute in attributes if not hasattr(value, attribute)]:
+        raise ArgumentError(name, expected, f"{describe_tensor(value)}, which has no {missing[0]}")
+
+
+def check_path(name: str, value: object) -> Path:
+    """The path, after refusing what is none."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ArgumentError(name, "a path, a str or a Path", describe_tensor(value))
+    return Path(value)
+
+
 def is_finite(x: object) -> bool:
     """Whether it is a number, and finite."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < math.inf
@@ -47,6 +82,18 @@ def check_above_zero(name: str, value: object) -> None:
     """Refuse what is no finite number above 0."""
     if not is_finite(value) or not value > 0:  # type: ignore[operator]
         raise ArgumentError(name, "a finite number above 0", describe_tensor(value))
+
+
+def check_share(name: str, value: object) -> None:
+    """Refuse what is no number from 0 to below 1."""
+    if not is_finite(value) or not 0 <= value < 1:  # type: ignore[operator]
+        raise ArgumentError(name, "a number in [0, 1)", repr(value))
+
+
+def check_least(name: str, value: object, least: int = 0) -> None:
+    """Refuse what is no finite number of at least so much."""
+    if not is_finite(value) or not value >= least:  # type: ignore[operator]
+        raise ArgumentError(name, f"a finite number ≥ {least}", describe_tensor(value))
 
 
 def check_tokens(name: str, tokens: Tensor, words: int, layout: object, ignored: int | None = None) -> None:
@@ -81,7 +128,7 @@ def check_total(total: object, name: str = "total") -> float | str | None:
 
 def check_depth(layer_idx: object, num_layers: object) -> None:
     """Refuse a layer that a model of so many layers does not have."""
-    if not isinstance(layer_idx, int) or not isinstance(num_layers, int) or not 0 <= layer_idx < num_layers:
+    if not is_int(layer_idx, 0) or not is_int(num_layers) or layer_idx >= num_layers:
         raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .autograd import full_precision, outside_graphs
 from .blockwise import fixed
-from .checks import check_flag, check_scale, check_split, is_floats
+from .checks import check_flag, check_scale, check_split, is_floats, is_int
 from .comm.replicated import Replicated
 from .context import ShardedLayout, check_together
 from .context.handle import layout_of, number_of
@@ -219,7 +219,7 @@ def _seen(
     documents = len(cu) - 1
     check_flag("output_final_state", final)
     seen = first if isinstance(first, tuple) else (first,) * documents
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in seen):
+    if not all(is_int(n, 0) for n in seen):
         raise ArgumentError("first", "an int ≥ 0, or a tuple of them", repr(first))
     if len(set(seen)) == 1 and not packed:
         seen = seen[:1]

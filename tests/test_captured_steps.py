@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import ring_la
-from ring_la.capture import CapturedStep
+from ring_la.capturing import CapturedStep
+from ring_la.capturing.graph import StepStream, changed, drawn
 from ring_la.kernels.fenwick.table import table_of
-from ring_la.step_graph import StepStream, changed, drawn
 from tests.support.pool import group
 from tests.support.step_graphs import Recorded, Repeating, standing
 

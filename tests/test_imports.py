@@ -17,13 +17,13 @@ ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
     {"errors", "outputs", "choices", "version"},
-    {"algebra", "autograd", "balanced", "buckets", "kept", "schemas", "step_calls", "step_graph", "surroundings"},
+    {"algebra", "autograd", "balanced", "kept", "schemas"},
     {"layout", "reference"},
     {"kernels"},
     {"comm"},
     {"scan", "grouped_gemm"},
     {"context"},
-    {"checks", "nans", "capture", "reading"},
+    {"checks", "nans", "capturing", "reading"},
     {"blockwise"},
     {"running_sum", "levels"},
     {"linear", "softmax"},

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -42,11 +41,15 @@ from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.strategies import STRATEGIES as WAYS
 from ring_la.softmax.strategies import Copied
+from ring_la.training.flops import pairs
 
+from ..errors import relative_error
 from ..options import counts, names
 from ..peers.attention import Call, Peers, Wanted
+from ..rows import machine, reason, save
+from ..timing import largest, peak
 from .ahead import compile_ahead
-from .measure import Timed, bound_of, measure, peak
+from .measure import Timed, bound_of, measure
 from .table import table
 
 SETTLE = 6
@@ -83,12 +86,7 @@ def document_offsets(total: int, unit: int, count: int = 30, tail: bool = False)
 
 def share_of_scores(cu: list[int], window: int) -> float:
     """Visible pairs over all pairs."""
-    seen = 0.0
-    for a, b in zip(cu, cu[1:]):
-        n = b - a
-        w = n if window < 0 else min(n, window + 1)
-        seen += w * (w + 1) / 2 + (n - w) * w
-    return seen / cu[-1] ** 2
+    return sum(pairs(b - a, window) for a, b in zip(cu, cu[1:])) / cu[-1] ** 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,9 +125,6 @@ def run(args: argparse.Namespace) -> None:
     rank, P, rows, end = dist.get_rank(), dist.get_world_size(), [], began + args.seconds
     contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports}
     others = Peers(rank, P) if args.peers_on != ["none"] else None
-    facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
-    if rank == 0:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
     made = compiled_ahead(args)
     if rank == 0:
         print(
@@ -140,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             rows.append(row)
             if rank == 0:
                 print(described(row), flush=True)
-                args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
+                save(args.out, machine() | dict(rows=rows))
     dist.destroy_process_group()
 
 
@@ -162,9 +157,7 @@ def compiled_ahead(args: argparse.Namespace) -> int:
 
 def over(end: float) -> bool:
     """Whether any rank's clock is past `end`. Collective."""
-    late = torch.tensor(int(time.monotonic() > end), device="cuda")
-    dist.all_reduce(late, op=dist.ReduceOp.MAX)
-    return bool(late)
+    return bool(largest([time.monotonic() > end])[0])
 
 
 class Way(NamedTuple):
@@ -236,8 +229,8 @@ def distance(call: Call, tensors: list[Tensor], layout: ring_la.ShardedLayout, t
         (dq,) = torch.autograd.grad(o, leaf, do)
     apart = 0.0
     for name, x in (("o", o.detach()), ("dq", dq)):
-        want = relocated(truth.setdefault(name, x), layout, tokens).float()
-        apart = max(apart, ((x.float() - want).norm() / want.norm()).item())
+        want = relocated(truth.setdefault(name, x), layout, tokens)
+        apart = max(apart, relative_error(x, want))
     return apart
 
 
@@ -317,12 +310,11 @@ def bench(
             bounds[backend] = bounds.get(backend) or case.bound(backend)
             timed = Timed(call, tensors[:3], tensors[3])
             row = dict(case=case.name, T=case.T, P=case.P, name=name, backend=backend, apart=apart)
-            row |= measure(timed, bounds[backend], args.graphs and copied) | dict(peak=peak(timed))
+            row |= measure(timed, bounds[backend], args.graphs and copied) | dict(peak=largest([peak(timed.total)])[0])
             if copied:
                 row["peak"] += max(cp.comm.memory.held for cp in contexts.values()) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
-                why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
-                print(f"{case.name:12} {case.T:6} {name:44} {why}", flush=True)
+                print(f"{case.name:12} {case.T:6} {name:44} {reason(e)}", flush=True)
             continue
         yield row

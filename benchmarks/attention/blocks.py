@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator
@@ -34,7 +33,10 @@ from ring_la.softmax.scores import Scores
 from ring_la.softmax.strategies.job import AttentionJob
 from ring_la.softmax.strategies.schedule import Schedule, needs_of
 
+from ..errors import worst_error
 from ..options import counts, names
+from ..rows import machine, save
+from ..timing import graph_of, medians
 from .ahead import compile_ahead
 from .bench import document_offsets, share_of_scores
 
@@ -126,30 +128,6 @@ def _on(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
         yield stream
 
 
-def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of it, behind one call."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
-def in_turns(graphs: list[torch.cuda.CUDAGraph]) -> list[float]:
-    """Medians of replays, one of each after the other: a GPU's clock moves by more than ways are apart."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(ROUNDS + 1):
-        for graph, of_one in zip(graphs, times):
-            start.record()
-            graph.replay()
-            stop.record()
-            torch.cuda.synchronize()
-            of_one.append(start.elapsed_time(stop))
-    return [statistics.median(of_one[1:]) for of_one in times]
-
-
 def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tuple[list[list[Pair]], float]:
     """For each rank its blocks, and the visible pairs of all over all pairs."""
     documents, window = CASES[case]
@@ -184,11 +162,11 @@ def timed(asked: list[tuple[str, Make]]) -> list[dict[str, float]]:
         with kernel_of(name) as kernel:
             ranks.append(make(kernel))
     for n in TIMED:
-        graphs = []
-        for (name, _), rank in zip(asked, ranks):
+        replays = {}
+        for i, ((name, _), rank) in enumerate(zip(asked, ranks)):
             with kernel_of(name):
-                graphs.append(captured(getattr(rank, n)))
-        for of_one, ms in zip(out, in_turns(graphs)):
+                replays[str(i)] = graph_of(getattr(rank, n), warm=1).replay
+        for of_one, ms in zip(out, medians(replays, ROUNDS).values()):
             of_one[n] = ms
     return out
 
@@ -201,7 +179,7 @@ def apart(asked: list[tuple[str, Make]]) -> list[float]:
         with kernel_of(name) as kernel:
             got = make(kernel).total()
         truth = truth or got
-        out.append(max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth)))
+        out.append(worst_error(got, truth))
     return out
 
 
@@ -269,7 +247,6 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
     args = parser.parse_args()
     need_gpus(parser)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     heads, rows = (args.heads, args.groups), []
     for name in args.kernels:
         with kernel_of(name) as kernel:
@@ -279,8 +256,7 @@ def main() -> None:
     for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
         for kind in args.kinds if case != "causal" else args.kinds[:1]:
             rows += bench(case, T, P, kind, ways, heads, args.width, args.alone)
-            facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
-            args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
+            save(args.out, machine() | dict(rows=rows))
 
 
 if __name__ == "__main__":

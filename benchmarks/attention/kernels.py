@@ -14,10 +14,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
-import statistics
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,7 +25,10 @@ from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
 
+from ..errors import worst_error
 from ..options import counts, names
+from ..rows import machine, save
+from ..timing import medians
 from .bench import document_offsets, share_of_scores
 
 WARM, ROUNDS = 2, 9
@@ -86,25 +86,6 @@ class Work:
         return o, *(x.result(o.dtype) for x in (grads.dq, grads.dk, grads.dv))
 
 
-def milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median time of each; they take turns."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def once(function: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        start.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop)
-
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(WARM + ROUNDS):
-        for name, function in functions.items():
-            times[name].append(once(function))
-    return {name: statistics.median(t[WARM:]) for name, t in times.items()}
-
-
 def able(work: Work, kernel_names: list[str]) -> dict[str, AttentionBackend]:
     """The kernels that run this case, with what the others say printed."""
     out: dict[str, AttentionBackend] = {}
@@ -120,22 +101,17 @@ def able(work: Work, kernel_names: list[str]) -> dict[str, AttentionBackend]:
     return out
 
 
-def apart(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
-    """The largest relative distance of two results' tensors."""
-    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, want))
-
-
 def bench(case: str, T: int, D: int, heads: int, kernel_names: list[str]) -> list[dict]:
     """The rows of one case."""
     work, rows = Work.of(case, T, D, heads), []
     kernels = able(work, kernel_names)
     both = {n: k for n, k in kernels.items() if not k.forward_only}
-    forward = milliseconds({n: functools.partial(work.forward, k) for n, k in kernels.items()})
-    total = milliseconds({n: functools.partial(work.total, k) for n, k in both.items()})
+    forward = medians({n: functools.partial(work.forward, k) for n, k in kernels.items()}, ROUNDS, warm=WARM)
+    total = medians({n: functools.partial(work.total, k) for n, k in both.items()}, ROUNDS, warm=WARM)
     truth, flops = work.total(next(iter(both.values()))), 4 * heads * D * work.pairs
     for name, kernel in kernels.items():
         got = work.forward(kernel)[:1] if kernel.forward_only else work.total(kernel)
-        row: dict = dict(case=case, T=T, D=D, kernel=name, apart=apart(got, truth), forward=forward[name])
+        row: dict = dict(case=case, T=T, D=D, kernel=name, apart=worst_error(got, truth), forward=forward[name])
         row |= dict(forward_tflops=flops / forward[name] / 1e9)
         line = f"    {name:14} fwd {row['forward']:8.3f} ms {row['forward_tflops']:4.0f} TFLOP/s"
         if name in total:
@@ -157,12 +133,11 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_kernels.json"))
     args = parser.parse_args()
     need_gpus(parser)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    facts, rows = dict(device=torch.cuda.get_device_name(), torch=torch.__version__), []
+    rows: list[dict] = []
     for case, D, T in itertools.product(args.cases, args.widths, args.lengths):
         print(f"{case}, D {D}, T {T}, {args.heads} heads", flush=True)
         rows += bench(case, T, D, args.heads, args.kernels)
-        args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
+        save(args.out, machine() | dict(rows=rows))
 
 
 if __name__ == "__main__":

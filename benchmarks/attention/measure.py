@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from ring_la.softmax import attention
 
 from ..peers.attention import Call
+from ..timing import elapsed, graph_of, largest
 
 WARM = 2
 ROUNDS, ENOUGH = (7, 25), 300.0
@@ -38,43 +39,25 @@ class Timed:
     @functools.cached_property
     def graphs(self) -> dict[str, torch.cuda.CUDAGraph]:
         """Of both."""
-        out = {}
-        for name in ("forward", "total"):
-            function = getattr(self, name)
-            function()  # memory and kernels that a graph may not make
-            torch.cuda.synchronize()
-            out[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(out[name]):
-                function()
-        return out
+        return {name: graph_of(getattr(self, name), warm=1) for name in ("forward", "total")}
 
 
 def milliseconds(functions: Sequence[Callable[[], object]], calls: int = 1) -> list[float]:
     """Median time of one of `calls` in a row of each function, of the slowest rank. The functions take turns, so that
     a clock that drifts or a host that is busy is no difference between them."""
-    together, start, stop = torch.zeros(1, device="cuda"), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    together = torch.zeros(1, device="cuda")
 
     def once(function: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         dist.barrier()
         dist.all_reduce(together)
-        start.record()
-        for _ in range(calls):
-            function()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop) / calls
-
-    def slowest(times: Iterable[float]) -> list[float]:
-        x = torch.tensor([*times], device="cuda")
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
-        return x.tolist()
+        return elapsed(function, calls)
 
     first = [[once(f) for _ in range(WARM)] for f in functions]
-    enough = slowest([sum(t[-1] for t in first) * calls])[0]
+    enough = largest([sum(t[-1] for t in first) * calls])[0]
     rounds = max(ROUNDS[0], min(ROUNDS[1], int(ENOUGH / enough)))
     times = [[once(f) for f in functions] for _ in range(rounds)]
-    return slowest(statistics.median(t) for t in zip(*times))
+    return largest(statistics.median(t) for t in zip(*times))
 
 
 def measure(ours: Timed, bound: Timed, graphs: bool) -> dict[str, float]:
@@ -95,16 +78,6 @@ def measure(ours: Timed, bound: Timed, graphs: bool) -> dict[str, float]:
     if graphs:
         take("graph_", {name: [ours.graphs[name].replay, bound.graphs[name].replay] for name in eager})
     return row
-
-
-def peak(ours: Timed) -> float:
-    """Memory of a forward + backward above what is held (GiB), of the worst rank."""
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    ours.total()
-    out = torch.tensor((torch.cuda.max_memory_allocated() - held) / 2**30, device="cuda")
-    dist.all_reduce(out, op=dist.ReduceOp.MAX)
-    return out.item()
 
 
 def bound_of(T: int, P: int, H: int, groups: int, D: int, backend: str, share: float, softcap: float) -> Timed:

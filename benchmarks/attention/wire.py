@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
 
 import torch
@@ -23,6 +22,9 @@ from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.wire import COMM_NAMES
 
+from ..errors import relative_error
+from ..rows import machine, save
+from ..timing import largest
 from .measure import IN_A_ROW, milliseconds
 
 WAYS: dict[str, torch.dtype | None] = {"bf16": None} | {name: dtype for dtype, name in COMM_NAMES.items()}
@@ -56,9 +58,8 @@ def bench(case: str, T: int, heads: tuple[int, int], D: int, backend: str) -> li
     rows = []
     for name, ms in zip(calls, milliseconds([*calls.values()], IN_A_ROW)):
         o = calls[name]().o[0, mine].float()
-        error = ((o - want).norm() / want.norm())[None]
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        rows.append(dict(case=case, T=T, P=P, backend=backend, wire=name, ms=ms, error=error.item()))
+        (off,) = largest([relative_error(o, want)])
+        rows.append(dict(case=case, T=T, P=P, backend=backend, wire=name, ms=ms, error=off))
     return rows
 
 
@@ -74,8 +75,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_wire.json"))
     args = parser.parse_args()
     join_gpus(parser)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    facts, found = dict(device=torch.cuda.get_device_name(), torch=torch.__version__), []
+    found: list[dict] = []
     for case in args.cases:
         for T in args.lengths:
             rows = bench(case, T, (args.heads, args.groups), args.width, args.backend)
@@ -83,7 +83,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 for r in rows:
                     print(f"{case:7} {T:6} {r['wire']:14} {r['ms']:7.3f} ms   error {r['error']:.1e}", flush=True)
-                args.out.write_text(json.dumps(facts | dict(rows=found), indent=1))
+                save(args.out, machine() | dict(rows=found))
     dist.destroy_process_group()
 
 

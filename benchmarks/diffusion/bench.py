@@ -37,9 +37,11 @@ from ring_la.comm import Group
 from ring_la.errors import ArgumentError
 from ring_la.integrations.diffusers import PLANS, parallelize
 
+from ..errors import relative_error
 from ..options import names
 from ..peers.diffusion import PEERS, XDIT, degrees, diffusers_parallel, xdit_model
-from ..timing import barrier, in_turns, seconds
+from ..rows import machine
+from ..timing import barrier, in_turns, largest, seconds
 from .book import Book
 from .parts import profiled
 from .pipelines import FIRST, OURS, images
@@ -128,9 +130,7 @@ def run(options: argparse.Namespace) -> int:
     if not dist.is_initialized():
         _join()
     group = Group(None, timedelta(minutes=5))
-    device = torch.cuda.get_device_name() if group.on_cuda else "CPU"
-    head = dict(ranks=group.size, device=device, torch=torch.__version__)
-    book = Book(options, head | dict(layers=options.layers or "all"))
+    book = Book(options, dict(ranks=group.size) | machine() | dict(layers=options.layers or "all"))
     if options.pipeline:
         images(options, group, book)
         return 0
@@ -194,15 +194,15 @@ def _timed(
         here.keep(size, out)
     before = 0 if cp is None else cp.comm.bytes_sent
     barrier(group)
-    took = group.all_reduce(torch.tensor(seconds(step, group, 1), device=group.device), op=dist.ReduceOp.MAX).wait()
+    (took,) = largest([seconds(step, group, 1)])
     sent = 0 if cp is None else cp.comm.bytes_sent - before
-    rounds = min(here.options.rounds, int(here.options.limit / 8 / float(took)))
+    rounds = min(here.options.rounds, int(here.options.limit / 8 / took))
     slow = rounds < 1  # then the one that was timed is what there is
-    median = float(took) if slow else in_turns({"it": step}, group, rounds=rounds, warm=0)["it"]
+    median = took if slow else in_turns({"it": step}, group, rounds=rounds, warm=0)["it"]
     row = {"ms": 1e3 * median, "rounds": max(1, rounds)}
     want = here.want(size)
     if want is not None:
-        row["error"] = float((out - want).norm() / want.norm())
+        row["error"] = relative_error(out, want)
     if cp is not None and cp.axes is None and not cuda:  # there keys may be copied, which counts nothing
         row["sent"] = sent
     if cuda:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..options import earlier
+from ..rows import reason, save
 
 Result = TypeVar("Result")
 _books = itertools.count()
@@ -49,9 +49,7 @@ class Book:
         self.rows.append(row)
         if self._first:
             print("  ".join(f"{k} {_short(v)}" for k, v in row.items()), flush=True)
-            if self.file is not None:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                self.file.write_text(json.dumps(dict(self._head) | {"rows": self.rows}, indent=1))
+            save(self.file, dict(self._head) | {"rows": self.rows})
 
     def attempt(self, what: dict[str, Any], work: Callable[[], Result]) -> Result | None:
         """The work's result; None where it cannot be on some rank, and a row that says why."""
@@ -62,7 +60,7 @@ class Book:
         try:
             result = work()
         except Exception as error:  # a peer's reason is a row of the table
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            why = reason(error)
         reasons = self._meet(why)
         timer.cancel()
         found = next(filter(None, reasons), "")

@@ -7,7 +7,6 @@ second run, behind one of a few steps.
 from __future__ import annotations
 
 import argparse
-import time
 import types
 import zlib
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import ring_la
@@ -23,7 +21,9 @@ from ring_la.comm import Group
 from ring_la.errors import UnsupportedError
 from ring_la.integrations.diffusers import parallelize
 
+from ..errors import relative_error
 from ..peers.diffusion import PEERS, diffusers_parallel
+from ..timing import largest, now
 from .book import Book
 from .shapes import SHAPES, build, randomize
 
@@ -140,9 +140,9 @@ def _image(
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **keywords: Any) -> Any:
-            start = _now(group)
+            start = now()
             out = function(*args, **keywords)
-            parts[name] = _now(group) - start
+            parts[name] = now() - start
             return out
 
         return run
@@ -151,23 +151,14 @@ def _image(
     pipe.encode_prompt, pipe.vae.decode = timed("text", own[0]), timed("decoder", own[1])
     try:
         for count in (WARM, steps):
-            start = _now(group)
+            start = now()
             how: dict[str, Any] = dict(height=size[0], width=size[1], num_inference_steps=count, output_type="pt")
             out = pipe(PROMPT, generator=torch.Generator().manual_seed(0), **how).images.float()
-            parts["seconds"] = _now(group) - start
+            parts["seconds"] = now() - start
     finally:
         pipe.encode_prompt, pipe.vae.decode = own
-    slowest = torch.tensor(list(parts.values()), dtype=torch.float64, device=group.device)
-    slowest = group.all_reduce(slowest, op=dist.ReduceOp.MAX).wait()
     want = wanted.setdefault(size, out)
-    found = dict(zip(parts, slowest.tolist()))
+    found = dict(zip(parts, largest(parts.values())))
     found |= {"steps": found["seconds"] - found["text"] - found["decoder"]}
-    found |= {"error": float((out - want).norm() / want.norm())}
+    found |= {"error": relative_error(out, want)}
     return found | ({"GiB": torch.cuda.max_memory_allocated() / 2**30} if group.on_cuda else {})
-
-
-def _now(group: Group) -> float:
-    """Seconds, when all that was launched is done."""
-    if group.on_cuda:
-        torch.cuda.synchronize(group.device)
-    return time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import os
 import platform
 import re
@@ -16,6 +15,9 @@ from typing import Any
 
 import torch
 
+from ring_la.testing.processes import free_port
+
+from ..rows import save
 from . import disks, job, servers
 from .moments import FAULTS, MOMENTS, ON_GPUS, recurrence_backward
 
@@ -71,7 +73,7 @@ def write(file: Path, rows: list[dict[str, Any]], ranks: int, left: list[str] | 
         "backend": "nccl" if torch.cuda.is_available() else "gloo", "gpus": torch.cuda.device_count(),
         "timeout": job.TIMEOUT, "ranks": ranks, "rows": rows, "left behind by all": left,
     }  # fmt: skip
-    file.write_text(json.dumps(about, indent=1) + "\n")
+    save(file, about)
 
 
 def told(name: str, fault: str, moment, ranks: int, alone: bool = True) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def told(name: str, fault: str, moment, ranks: int, alone: bool = True) -> dict[
     try:
         said, port = job.run(moment, fault, ranks)
     except RuntimeError as error:
-        said, port = [job.Said(0, "not measured", str(error).splitlines()[0], 0.0)], job.free_port()
+        said, port = [job.Said(0, "not measured", str(error).splitlines()[0], 0.0)], free_port()
     start = time.monotonic()
     again, _ = job.run(recurrence_backward, "none", ranks, port)
     sound = all(s.error == "nothing raised" for s in again)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ring_la.testing.processes import ON_ONE_GPU
+from ring_la.testing.processes import ON_ONE_GPU, free_port
 
 VICTIM = 1
 TIMEOUT = 6.0
@@ -91,12 +90,6 @@ def _hear(rank: int, pipe: Any, start: float) -> Said:
     except EOFError:
         return Said(rank, "the process ended", "", time.monotonic() - start)
     return Said(rank, error, message, when - start)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any, moment: Callable[[Rank], Any]) -> None:

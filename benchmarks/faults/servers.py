@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_la.models import HybridConfig, HybridLM
+from ring_la.testing.processes import free_port
 
-from .job import TIMEOUT, VICTIM, Said, free_port
+from .job import TIMEOUT, VICTIM, Said
 from .moments import FAULTS
 
 SIZE = 3

@@ -13,7 +13,6 @@ it for the rest of the run.
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 
 import torch
@@ -23,6 +22,7 @@ from ring_la.errors import UnsupportedError
 from ring_la.kernels.grouped import choose
 
 from ..peers.grouped import contenders, training
+from ..rows import machine, save
 from .checks import check_all, check_training
 from .products import KINDS, call_of, group_sizes, operands, times
 from .report import picture, report
@@ -74,17 +74,17 @@ def run(options: argparse.Namespace) -> int:
         probe()
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    device = "{device}, torch {torch}".format(**machine())
     title = f"Grouped GEMM, {options.rows} × {options.k} by G × {options.k} × {options.n}, bf16, {device}"
     print(title)
     result: dict = {"title": title, "tuning": tune(options.k, options.n) if options.tune else []}
-    save = lambda: (options.out / "grouped.json").write_text(json.dumps(result, indent=1))  # noqa: E731
+    file = options.out / "grouped.json"
     result["checks"] = check_all() + check_training()
-    save()
+    save(file, result)
     wrong = [line for line in result["checks"] if not line.get("ok", True)]
     print(f"{sum('ok' in line for line in result['checks'])} checks, {len(wrong)} wrong", *wrong, sep="\n")
     result["times"] = measure(options.rows, options.k, options.n)
-    save()
+    save(file, result)
     report(result["times"])
     picture(result["times"], options.out / "grouped.png", title)
     return 1 if wrong else 0

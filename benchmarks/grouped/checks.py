@@ -8,11 +8,8 @@ from torch import Tensor
 from ring_la.grouped_gemm import grouped_gemm
 from ring_la.kernels.grouped import BACKENDS, GroupedProduct, load
 
+from ..errors import relative_error
 from .products import KINDS, call_of, operands
-
-
-def error(out: Tensor, truth: Tensor) -> float:
-    return float((out.double() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
 def truth_of(call: GroupedProduct) -> Tensor:
@@ -39,12 +36,12 @@ def check_product(case: tuple, kind: str) -> list[dict]:
     a[sum(sizes) :], dc[sum(sizes) :] = float("nan"), float("nan")
     call = call_of(kind, a, b, dc, torch.tensor(sizes, device="cuda"))
     truth, lines = truth_of(call), []
-    low = error(load("loop").compute(call), truth)
+    low = relative_error(load("loop").compute(call), truth)
     for name in BACKENDS:
         reason = load(name).unsupported(call)
         line = {"kind": kind, "backend": name, "dtype": str(dtype), "K": k, "N": n, "G": len(sizes)}
         if not reason:
-            found = error(load(name).compute(call), truth)
+            found = relative_error(load(name).compute(call), truth)
             line |= {"error": found, "of the loop": low, "ok": bool(found <= 2 * low + 1e-6)}
         else:
             line |= {"refused": reason}
@@ -91,7 +88,7 @@ def check_training() -> list[dict]:
     lines = []
     for how, way in ways.items():
         try:
-            errors = [error(ours, theirs) for ours, theirs in zip(way(), truth, strict=True)]
+            errors = [relative_error(ours, theirs) for ours, theirs in zip(way(), truth, strict=True)]
             lines.append({"kind": "dA, dB", "backend": f"auto, {how}", "error": errors, "ok": max(errors) < 1e-2})
         except Exception as failure:
             lines.append({"kind": "dA, dB", "backend": f"auto, {how}", "failure": repr(failure)[:300], "ok": False})

@@ -38,7 +38,8 @@ def operands(rows: int, groups: int, k: int, n: int, dtype: torch.dtype) -> tupl
 
 
 def times(functions: dict[str, Callable[[], object]], rounds: int = ROUNDS, inner: int = INNER) -> dict[str, float]:
-    """Milliseconds a call: the median of rounds in which the functions take turns."""
+    """Milliseconds a call: the median of rounds in which the functions take turns. Nothing waits for the GPU between
+    them, as in `timing.medians`: these products are short, and hosts stay ahead."""
     for function in functions.values():
         for _ in range(WARM):
             function()

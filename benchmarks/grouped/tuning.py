@@ -11,7 +11,8 @@ import torch
 from ring_la.kernels.grouped import load, tuning
 
 from .. import environment
-from .checks import error, truth_of
+from ..errors import relative_error
+from .checks import truth_of
 from .products import KINDS, call_of, group_sizes, operands, times
 
 #: Rows per group on average and groups, for --tune; a line of the table ends between two of them.
@@ -25,7 +26,7 @@ def check_tiles(kind: str, tiles: tuning.Tiles) -> bool:
     a[sum(sizes) :], dc[sum(sizes) :] = float("nan"), float("nan")
     call = call_of(kind, a, b, dc, torch.tensor(sizes, device="cuda"))
     truth = truth_of(call)
-    return all(error(load("triton").compute(call, tiles), truth) < 6e-3 for _ in range(5))
+    return all(relative_error(load("triton").compute(call, tiles), truth) < 6e-3 for _ in range(5))
 
 
 def probe() -> None:

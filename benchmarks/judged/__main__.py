@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import torch
 
 from ring_la.testing import Report, Subject, judge
 
+from ..rows import save
 from . import fla_on_cpu, recurrences, softmax
 
 
@@ -27,7 +27,7 @@ class Peer(NamedTuple):
     devices: tuple[str, ...]
 
 
-BOTH, GPU, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
+GPU, CPU = ("cuda",), ("cpu",)
 CAUSAL, WINDOW = {"causal": True}, {"causal": True, "window": (7, 0)}
 ROPES = dict(operation="attention", dtype=torch.float32, key_dim=8, value_dim=8, tokens=48, tolerance=1e-5)
 FLASH = {**ROPES, "dtype": torch.bfloat16, "tolerance": 6e-2}  # FlashAttention takes no fp32
@@ -118,9 +118,7 @@ def main() -> None:
         )
         print(f"\n== {name}, {peer.package} {found}, {time.time() - start:.0f} s\n{report}", flush=True)
         results[name] = as_data(peer, found, report)
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump({"torch": torch.__version__, "device": device, "peers": results}, file, indent=1)
+        save(options.json, {"torch": torch.__version__, "device": device, "peers": results})
 
 
 def as_data(peer: Peer, found: str, report: Report) -> dict:

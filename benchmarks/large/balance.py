@@ -10,9 +10,7 @@ mean, measured, and by the work that the packing knows, which the seconds are co
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from ring_la.models import HybridLM
 from ring_la.training import BalancedSequences, Corpus, PackedSequences, StepFlops, recompute
 
 from .. import script
+from ..rows import machine, save
+from ..timing import wall
 from .bench import SHAPES, TINY
 from .documents import long_tailed
 
@@ -44,8 +44,7 @@ def main() -> None:
     for name, row in found["packed"].items():
         print(f"{name}: slowest over mean {row['measured']:.2f}, by work {row['work']:.2f}; "
               f"{row['tokens per second']:,.0f} tokens a second of a replica")  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1))
+    save(args.out, found)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,21 +67,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         rows = {n: [timed(model, *way[i]) for i in range(total)] for n, way in ways.items()}
         found = {n: compared(rows[n], [flops(way[i][1]) for i in range(total)], args.replicas, sum(
             len(way[i][0]) for i in range(total))) for n, way in ways.items()}  # fmt: skip
-    about = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "torch": torch.__version__}
-    return about | {"length": args.length, "replicas": args.replicas, "layers": shape.layers, "packed": found}
+    return machine() | {"length": args.length, "replicas": args.replicas, "layers": shape.layers, "packed": found}
 
 
 def timed(model: HybridLM, ids: torch.Tensor, cu: Sequence[int]) -> float:
     """Seconds of a sequence's loss and gradients."""
     device = next(model.parameters()).device
-    synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronise()
-    start = time.perf_counter()
-    ids, offsets = ids[None].to(device), torch.tensor(cu, dtype=torch.int32, device=device)
-    model.loss(ids, ids.roll(-1), cu_seqlens=offsets).backward()
-    model.zero_grad()
-    synchronise()
-    return time.perf_counter() - start
+
+    def step() -> None:
+        tokens, offsets = ids[None].to(device), torch.tensor(cu, dtype=torch.int32, device=device)
+        model.loss(tokens, tokens.roll(-1), cu_seqlens=offsets).backward()
+        model.zero_grad()
+
+    return wall(step)
 
 
 def compared(seconds: list[float], work: list[float], replicas: int, tokens: int) -> dict[str, Any]:

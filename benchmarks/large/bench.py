@@ -31,7 +31,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +39,8 @@ from typing import Any
 from ring_la.cli.options import count
 from ring_la.errors import ArgumentError
 
-from .. import ROOT, environment, script
+from .. import ROOT, environment, script, torchrun
+from ..rows import save
 from ..training import kernels, logged, watch
 from .documents import long_tailed
 from .report import about, line
@@ -129,7 +129,7 @@ def on_rank(args: argparse.Namespace, device: Any, began: Any = None) -> Any:
     train = script.load()
     trainer = train.Trainer(script.config(train, options(args, folder, first)), device, began)
     if first:
-        (folder / "about.json").write_text(json.dumps(about(args, trainer), indent=1))
+        save(folder / "about.json", about(args, trainer))
     trainer.train()
     return trainer
 
@@ -179,8 +179,7 @@ def start(args: argparse.Namespace) -> int:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.gpus)]
-    command += ["-m", "ring_la", "bench", "large", *words(args)]
+    command = torchrun(args.gpus, "ring_la", "bench", "large", *words(args))
     shown = 0
 
     def moving() -> None:
@@ -215,7 +214,7 @@ def keep(args: argparse.Namespace, outcome: str, shown: int) -> int:
         found |= {"starts": logged(folder / "starts.jsonl"), "steps": steps}
         if outcome != "under way":
             found |= kernels(folder / "profile" / "rank-0.json")
-        args.out.write_text(json.dumps(found, indent=1))
+        save(args.out, found)
     return len(steps)
 
 

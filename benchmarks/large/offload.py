@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import script
+from ..rows import save
 from ..training import logged
 from . import bench
 from .report import line
@@ -54,7 +55,7 @@ def main() -> None:
     if args.out:
         about = json.loads((folder / "about.json").read_text())
         ways = {"on the device": steps[:each], "in host memory": steps[each:]}
-        args.out.write_text(json.dumps({"command": " ".join(bench.words(args, Path)), **about, **ways}, indent=1))
+        save(args.out, {"command": " ".join(bench.words(args, Path)), **about, **ways})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ring_la.cli.cluster import Cluster
 from ring_la.cli.prediction import Setting, predict
 from ring_la.cli.rates import DEVICES
@@ -17,13 +15,15 @@ from ring_la.cli.workload import Workload
 from ring_la.errors import UnsupportedError
 from ring_la.scan.auto import Line
 
+from ..rows import machine
+
 
 def about(args: argparse.Namespace, trainer: Any) -> dict[str, Any]:
     """The run of a Trainer of examples/train_hybrid.py, which has its model."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    name = next((n for n in DEVICES if n in device), None)
+    here = machine()
+    name = next((n for n in DEVICES if n in here["device"]), None)
     found = {"shape": args.shape, "tiny": args.tiny, "length": args.length, "axes": str(trainer.mesh)}
-    found |= {"device": device, "torch": torch.__version__, "parameters": trainer.flops.parameters}
+    found |= here | {"parameters": trainer.flops.parameters}
     found |= {"memory": asdict(trainer.config.memory), "optimizer": trainer.config.optimizer.kind}
     if args.documents != "joined":  # the plan knows one document
         return found | {"documents": args.documents}

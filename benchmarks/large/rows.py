@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ring_la.cli.options import count
 
-from .. import environment, script
+from .. import environment, script, torchrun
 from ..training import logged
 from . import bench
 
@@ -81,8 +81,7 @@ def together(rows: list[argparse.Namespace], gpus: int, limit: float, log: Path)
     for row in rows:
         shutil.rmtree(bench.folder_of(row), ignore_errors=True)
         bench.folder_of(row).mkdir(parents=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-    command += ["-m", "benchmarks.large.rows", "--inside", "--limit", str(int(limit) + 1)]
+    command = torchrun(gpus, "benchmarks.large.rows", "--inside", "--limit", str(int(limit) + 1))
     command += [shlex.join(bench.words(row)) for row in rows]
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as out:

@@ -44,6 +44,7 @@ from .. import ROOT, environment
 from ..options import earlier
 from ..peers import fla_tuning
 from ..peers.ops import RIVALS, peers_of, versions
+from ..rows import machine, save
 from . import production, report, tables
 from .cases import CASES, SHARED_INPUTS, Shape
 from .measure import bandwidth
@@ -204,7 +205,7 @@ def measured(args: argparse.Namespace, parts: list[Part], rivals: list[str], dev
     for name in dict.fromkeys(name for name, _ in rows_planned):
         sides[name], absent[name] = peers_of(name, device, rivals)
     missing = {peer: why for peers in absent.values() for peer, why in peers.items()}
-    found: dict[str, Any] = {"machine": machine(device), "absent": missing, "rows": []}
+    found: dict[str, Any] = {"machine": facts(), "absent": missing, "rows": []}
     if args.configs:
         found["fla_configurations"] = args.configs
     cold_ops = args.cold.split(",") if args.cold else []
@@ -239,10 +240,10 @@ def measured(args: argparse.Namespace, parts: list[Part], rivals: list[str], dev
                 row["floor_ms"] = round(moved / found["copy_bytes_per_second"] * 1e3, 4)
             found["rows"].append(row)
             print(report.line(row), flush=True)
-            save(found, args.out)
+            save(args.out, found)
     for worker in workers.values():
         worker.stop()
-    save(found, args.out)
+    save(args.out, found)
     return found
 
 
@@ -334,16 +335,9 @@ class ColdStart:
         return said.get("first_s", late if said.get("failed") == LATE else said.get("failed"))
 
 
-def save(found: dict[str, Any], out: pathlib.Path | None) -> None:
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1))
-
-
-def machine(device: str) -> dict[str, str]:
+def facts() -> dict[str, str]:
     """What a figure depends on."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     git = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "--short", "HEAD"]
     said = subprocess.run(git, capture_output=True, text=True).stdout.split()
     commit = said[1] if said and pathlib.Path(said[0]) == ROOT else "unknown"
-    return {"device": name, "commit": commit} | versions()
+    return machine() | {"commit": commit} | versions()

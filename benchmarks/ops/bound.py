@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_la
+from benchmarks.errors import relative_error
 from benchmarks.options import need_gpus
 from benchmarks.peers import cudnn
+from benchmarks.rows import machine, save
 
 NAMES = "o", "S", "dq", "dk", "dv", "dg", "dbeta", "dS0"
 
@@ -90,7 +92,7 @@ def theirs(x: dict[str, Tensor]) -> cudnn.CudnnKDA:
 
 
 def errors(found: Sequence[Tensor], true: Sequence[Tensor]) -> dict[str, float]:
-    return {n: float(f"{(a - b).norm() / b.norm():.2e}") for n, a, b in zip(NAMES, (x.double() for x in found), true)}
+    return {n: float(f"{relative_error(a, b):.2e}") for n, a, b in zip(NAMES, found, true)}
 
 
 def check(gate: str) -> dict[str, object]:
@@ -99,9 +101,9 @@ def check(gate: str) -> dict[str, object]:
     x = inputs(256, 4, gate)
     true = results(x, None, ring_la.reference.kda, wide=True)
     row: dict[str, object] = {"gate": gate, "T": 256, "H": 4}
-    from ring_la.kernels.wy import span_call
+    from ring_la.kernels import gpu
 
-    with mock.patch.object(span_call, "multiprocessors", return_value=16):  # spans of 64 tokens
+    with mock.patch.object(gpu, "multiprocessors", return_value=16):  # spans of 64 tokens
         row["bound"] = errors(results(x, -5.0), true)
     row["plain"] = errors(results(x, None), true)
     if not cudnn.unsupported():
@@ -116,14 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="JSON of what was found")
     args = parser.parse_args(arguments)
     need_gpus(parser)
-    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": cudnn.unsupported() or "here"}
+    found = machine() | {"cudnn": cudnn.unsupported() or "here"}
     found["checks"] = []
     for gate in GATES:
         found["checks"].append(check(gate))
         print(json.dumps(found["checks"][-1]), flush=True)
-        if args.out:
-            with open(args.out, "w") as file:
-                json.dump(found, file, indent=1)
+        save(args.out, found)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from ..errors import relative_error
+from ..rows import reason
+from ..timing import gaps, graph_of, host, peak, wall
 from .cases import Case, Inputs, Results, Shape, inputs, tensors
 
 Op = Callable[[Inputs], Results]
@@ -28,7 +27,7 @@ def errors(case: Case, op: Op, shape: Shape, device: str) -> dict[str, float]:
     wide = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items() if t.is_floating_point()}
     true = results(case.truth, x | wide, trains(op))  # before a step overwrites its state
     got = results(op, given(op, case, x), trains(op))
-    return {n: float(f"{error(got[n], true[n]):.2e}") for n in true}
+    return {n: float(f"{relative_error(got[n], true[n]):.2e}") for n in true}
 
 
 def trains(op: Op) -> bool:
@@ -60,10 +59,6 @@ def results(op: Op, x: Inputs, gradients: bool = True) -> Inputs:
     return found | {f"d{n}": g for n, g in zip(wanted, grads)}
 
 
-def error(got: Tensor, true: Tensor) -> float:
-    return ((got.double() - true).norm() / true.norm()).item()
-
-
 # -- times ---------------------------------------------------------------------------------------------------
 
 
@@ -89,75 +84,36 @@ def measure(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
     if not alone:
         row["fwd_bwd"] = milliseconds(both, device, budget)
     if device == "cuda":
-        row |= {"host_us": host_microseconds(forward), "peak_gib": peak(whole)}
+        row |= {"host_us": host_microseconds(forward), "peak_gib": round(peak(whole), 3)}
         if not alone:
             row["host_grad_us"] = host_microseconds(lambda: op(x))
         row |= graph_times(forward, "fwd", min(budget, 0.1))
         if not alone:
-            row |= graph_times(both, "fwd_bwd", min(budget, 0.1))
+            by_hand = getattr(op, "by_hand", None)
+            row |= graph_times(both if by_hand is None else by_hand(x, do), "fwd_bwd", min(budget, 0.1))
     return row
 
 
 def milliseconds(step: Callable[[], Any], device: str = "cuda", budget: float = 0.25) -> float:
     """Median time of a call, among calls issued without waiting on a GPU, so that the host's time shows only where it
     is the bound."""
+    step()
     if device != "cuda":
-        step()
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
-        return round(statistics.median(times) * 1e3, 4)
-    step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    count = max(8, min(40, int(budget / (time.perf_counter() - start))))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    torch.cuda.synchronize()
-    return round(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)), 4)
+        return round(statistics.median(wall(step) for _ in range(5)) * 1e3, 4)
+    return round(statistics.median(gaps(step, max(8, min(40, int(budget / wall(step)))))), 4)
 
 
 def host_microseconds(call: Callable[[], Any]) -> float:
     """How long a call keeps the host, with nothing queued before it."""
-    times = []
-    for _ in range(15):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return round(statistics.median(times) * 1e6, 1)
-
-
-def peak(call: Callable[[], Any]) -> float:
-    """GiB above what is held before."""
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - held) / 2**30, 3)
+    return round(statistics.median(host(call) for _ in range(15)) * 1e6, 1)
 
 
 def graph_times(call: Callable[[], Any], name: str, budget: float = 0.1) -> dict[str, Any]:
     """A call captured: ms of a replay, µs of the host for one of a forward; or why it cannot be captured."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
-            call()
+        graph = graph_of(call)
     except Exception as e:
-        torch.cuda.synchronize()
-        torch.cuda.set_stream(stream)  # which a capture that failed does not give back
-        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros((), device="cuda")  # else PyTorch's generator stays in the capture that failed, and draws raise
-        return {f"graph_{name}_failed": f"{type(e).__name__}: {e}".splitlines()[0][:120]}
+        return {f"graph_{name}_failed": reason(e)}
     host = {"graph_host_us": host_microseconds(graph.replay)} if name == "fwd" else {}
     return {f"graph_{name}": milliseconds(graph.replay, budget=budget)} | host
 

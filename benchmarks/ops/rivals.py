@@ -57,7 +57,9 @@ def _rival(row: Row, name: str) -> str:
     pairs = [pair for key in ("fwd", "fwd_bwd") if (pair := _alike(side, mine, key))]
     over = " / ".join(f"{theirs / ours:.2f}" for theirs, ours, _ in pairs if ours) or "–"
     cell = f"{' / '.join(f'{theirs:.3f}{how}' for theirs, _, how in pairs)} ({over} ×), {_largest(side)}"
-    return f"{cell}, host {side['host_us']:.0f}, first {side.get('first_s', 0):.0f} s" if "host_us" in side else cell
+    if "host_us" not in side:
+        return cell
+    return f"{cell}, host {side['host_us']:.0f}, first {side.get('first_s', 0):.0f} s, {side['peak_gib']:.2f} GiB"
 
 
 def _name(row: Row) -> str:

@@ -20,6 +20,7 @@ from .cudnn import CudnnKDA
 
 Inputs = dict[str, Tensor]
 Results = tuple[Tensor, Tensor]
+INPUTS = "q", "k", "v", "g", "beta"
 KDA, GDN = ("kda_kimi", "kda_slow", "kda_mixed"), ("gdn_qwen",)
 
 
@@ -30,12 +31,15 @@ class Peer:
     Attributes:
         values_first: it wants states turned over, ``[N, H, V, K]`` in memory. trains: it has gradients.
         more: of the inputs and the case, the inputs with what it takes in their place.
+        by_hand: of inputs and the gradients of what it gives, its forward and backward without autograd, for a graph:
+            one that launches from autograd's thread may not be captured.
     """
 
     function: Callable[[Inputs], Results]
     values_first: bool = False
     trains: bool = True
     more: Callable[[Inputs, Case], Inputs] | None = None
+    by_hand: Callable[[Inputs, list[Tensor]], Callable[[], None]] | None = None
 
     def __call__(self, x: Inputs) -> Results:
         return self.function(x)
@@ -54,7 +58,7 @@ def unbounded(name: str) -> Peer | None:
     """Ours, without the bound of the gate."""
 
     def call(x: Inputs) -> Results:
-        o, S = ring_la.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")), cu_seqlens=several(x), **states_of(x))
+        o, S = ring_la.kda(*(x[n] for n in INPUTS), cu_seqlens=several(x), **states_of(x))
         return o, S
 
     return Peer(call) if name in KDA else None
@@ -67,7 +71,7 @@ def chunks(name: str) -> Peer | None:
         from ring_la.kernels.wy import one_launch
 
         one_launch.LEAST = 2**60
-        arguments = (x[n] for n in ("q", "k", "v", "g", "beta"))
+        arguments = (x[n] for n in INPUTS)
         o, S = ring_la.gated_delta_rule(*arguments, cu_seqlens=several(x), **states_of(x))
         return o, S
 
@@ -80,9 +84,11 @@ def fla(name: str) -> Peer | None:
 
     def call(x: Inputs) -> Results:
         cu = several(x)
-        function = chunk_kda if name in KDA else chunk_gated_delta_rule
-        arguments = (x[n] for n in ("q", "k", "v", "g", "beta"))
-        return function(*arguments, cu_seqlens=None if cu is None else cu.long(), **states_of(x))
+        arguments, more = [x[n] for n in INPUTS], states_of(x)
+        more["cu_seqlens"] = None if cu is None else cu.long()
+        if name in KDA:
+            return chunk_kda(*arguments, safe_gate=True, **more)  # gates are of at least BOUND, as it wants them
+        return chunk_gated_delta_rule(*arguments, **more)
 
     return Peer(call) if name in KDA + GDN else None
 
@@ -92,7 +98,7 @@ def flash_qla(name: str) -> Peer | None:
     from flash_qla import chunk_gated_delta_rule
 
     def call(x: Inputs) -> Results:
-        arguments = (x[n] for n in ("q", "k", "v", "g", "beta"))
+        arguments = (x[n] for n in INPUTS)
         scale = x["q"].shape[-1] ** -0.5
         return chunk_gated_delta_rule(*arguments, scale=scale, cu_seqlens=x["cu_seqlens"], **states_of(x))
 
@@ -105,7 +111,7 @@ def attn_gym(name: str) -> Peer | None:
 
     def call(x: Inputs) -> Results:
         function = chunk_kda if name in KDA else chunk_gdn
-        arguments = [x[n] for n in ("q", "k", "v", "g", "beta")]
+        arguments = [x[n] for n in INPUTS]
         o, S = function(
             *arguments, x["initial_state"].mT, cu_seqlens=x["cu_seqlens"] if several(x) is not None else None,
             output_final_state=True,
@@ -122,10 +128,14 @@ def cudnn(name: str) -> Peer | None:
     importlib.import_module("cudnn.linear_attention.hopper.cuda_bwd_host")
 
     def call(x: Inputs) -> Results:
-        o, S = _Cudnn.apply(*(x[n] for n in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")))
+        o, S = _Cudnn.apply(*(x[n] for n in (*INPUTS, "initial_state", "cu_seqlens")))
         return o, S
 
-    return Peer(call, values_first=True) if name in KDA else None
+    def by_hand(x: Inputs, grads: list[Tensor]) -> Callable[[], None]:
+        (do, dS), x = grads, {n: t.detach() for n, t in x.items()}
+        return CudnnKDA(*(x[n] for n in INPUTS), x["initial_state"], do, dS, x["cu_seqlens"]).both()
+
+    return Peer(call, values_first=True, by_hand=by_hand) if name in KDA else None
 
 
 class _Cudnn(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ..ops.cases import Inputs, Results
+from ..ops.cases import KEYWORDS, Inputs, Results
 from . import delta
 
 GUARD = "FLA's guard against the gated backward on this Triton (its issue #640) is switched off"
@@ -127,7 +127,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "delta_rule": lambda x: chunk_delta_rule(**x)[0],
         "gated_delta_rule": lambda x: chunk_gated_delta_rule(**x)[0],
         "kda": lambda x: chunk_kda(**x)[0],
-        "rwkv7": lambda x: chunk_rwkv7(**x, scale=1.0)[0],
+        "rwkv7": lambda x: chunk_rwkv7(**x, **dict(KEYWORDS["rwkv7"]))[0],
         "dplr": lambda x: chunk_dplr_delta_rule(x["q"], x["k"], x["v"], x["a"], x["b"], x["g"])[0],
         "comba": lambda x: chunk_comba(**x)[0],
         "gdn2": lambda x: chunk_gdn2(**x)[0],

@@ -35,6 +35,7 @@ from ring_la.scan import Chain
 
 from ..options import counts, names
 from ..peers import fla_tuning
+from ..rows import reason
 from ..timing import Step, captured, in_turns, speeds
 from .arms import OPS, UNSPLIT, Call, Gates, Team, error, exchanges, gate_kinds, tokens, truth
 from .report import Case, Report
@@ -207,7 +208,7 @@ def refusals(team: Team, case: Case, dtype: torch.dtype, args: argparse.Namespac
             why[label] = "" if off <= limit else f"wrong: error {off:.1e}"
             team.errors.setdefault((case.op, case.gates), {})[label] = off
         except Exception as e:  # the same on every rank: what cannot run is a line of the table
-            why[label] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
+            why[label] = reason(e)
     return why
 
 

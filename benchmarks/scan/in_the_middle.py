@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
-import statistics
-from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ring_la
 from benchmarks.options import need_gpus
-from benchmarks.timing import captured
+from benchmarks.rows import machine, save
+from benchmarks.timing import Step, captured, medians
 from ring_la.algebra import Rule
 from ring_la.cli.options import count
 from ring_la.comm import copy_kernel
@@ -40,7 +38,6 @@ from .arms import promised, tokens
 
 CHUNK = 64
 """Words of a message's chunk: none is sent."""
-Step = Callable[[], object]
 
 
 def border(device: torch.device) -> MailboxBorder:
@@ -79,17 +76,6 @@ def steps(x: list[Tensor], do: Tensor, gates: str) -> dict[str, dict[str, Step]]
     return {what: {name: functools.partial(f, train) for name, f in arms.items()} for what, train in passes.items()}
 
 
-def ms(step: Step, inner: int) -> float:
-    """Of one of `inner` calls in a row; no other rank is waited for, as `timing.seconds` does."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(inner):
-        step()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / inner
-
-
 def timeline(step: Step) -> list[list[Any]]:
     """Of a replay in a row of them: each kernel's name, when it begins and how long it takes, us."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -121,15 +107,13 @@ def main() -> None:
             for step in (*arms.values(), *arms.values(), *arms.values()):
                 step()
             replays, refused = captured(arms)
-            turns = [{name: ms(step, args.inner) for name, step in replays.items()} for _ in range(args.rounds + 1)]
-            found = {name: round(statistics.median(turn[name] for turn in turns[1:]), 4) for name in replays}
+            found = {n: round(ms, 4) for n, ms in medians(replays, args.rounds, args.inner).items()}
             row = dict(op="kda", gates=args.gates, T=T, heads=args.heads, what=what, mode="graph", ms=found)
             rows.append(row | dict(failed=refused, timelines={name: timeline(step) for name, step in replays.items()}))
             share = f"{found['local'] / found['middle']:.1%}" if len(found) == 2 else str(refused)
             print(f"kda {args.gates:<10} T{T:<6} {what:<17} {found} {share}", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    machine = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rounds=args.rounds, inner=args.inner)
-    (args.out / "in_the_middle.json").write_text(json.dumps({"machine": machine, "rows": rows}) + "\n")
+    how = machine() | dict(rounds=args.rounds, inner=args.inner)
+    save(args.out / "in_the_middle.json", {"machine": how, "rows": rows}, indent=None)
 
 
 if __name__ == "__main__":

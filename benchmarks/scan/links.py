@@ -31,6 +31,7 @@ from ring_la.layout import Layout
 from ring_la.scan import Chain, CostModel
 from ring_la.scan.auto import Line
 
+from ..rows import save
 from ..timing import in_turns
 from .arms import exchanges
 
@@ -112,7 +113,7 @@ def rank_main(rank: int, args: argparse.Namespace, mbit: float) -> None:
             names = row["ms"]
             row["counted"] = {n: sum(f[i][0][n] for f in found) for n in names}
             row["crossed"] = {n: sum(f[i][1][n] for f in found[:: args.per_node]) for n in names}
-        args.out.write_text(json.dumps(rows))
+        save(args.out, rows)
     dist.destroy_process_group()
 
 
@@ -143,7 +144,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank is not None:
         return rank_main(args.rank, args, float(args.mbit))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     tear_down(args.nodes)
     try:
@@ -163,7 +163,7 @@ def main() -> None:
             rows += json.loads(args.out.read_text())
     finally:
         tear_down(args.nodes)
-    args.out.write_text(json.dumps(rows, indent=1))
+    save(args.out, rows)
     report(rows)
 
 

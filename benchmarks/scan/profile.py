@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import time
 from pathlib import Path
 
@@ -18,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from benchmarks.options import need_gpus
+from benchmarks.options import join_gpus
 from tests.support.split_calls import both_ways, captured, inputs
 
+from ..rows import save
 from ..symmetric import microseconds
+from ..timing import host, largest
 
 ARMS = ("local", "alone", "torch all_gather", "symmetric all_gather", "symmetric ring", "torch ring")
 
@@ -43,17 +43,11 @@ def context(scan: str, transport: str, group: object) -> ring_la.ContextParallel
     return ring_la.ContextParallel(group, scan=scan, transport=transport, validate="never", timeout=20)
 
 
-def host(run, calls: int = 10) -> float:
+def launching(run, calls: int = 10) -> float:
     """Microseconds the host needs for one call when it waits for nothing."""
     torch.cuda.synchronize()
     dist.barrier()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    took = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return round(took / calls * 1e6, 1)
+    return round(host(run, calls) * 1e6, 1)
 
 
 def timeline(run) -> list[tuple[str, int, float, float]]:
@@ -84,22 +78,18 @@ def main() -> None:
     parser.add_argument("--traced", default="local,symmetric all_gather,torch all_gather,symmetric ring")
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
-    need_gpus(parser)
     began = time.monotonic()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    join_gpus(parser)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     middle, rows = dist.get_rank() == min(2, dist.get_world_size() - 1), []
     for T in map(int, args.lengths.split(",")):
         for op in args.ops.split(","):
             x, do = inputs(op, T, 32, 0), torch.randn(1, T, 32, 128, device="cuda").bfloat16()
             for arm, layout in layouts(T, args.arms.split(","), alone).items():
-                late = torch.tensor([time.monotonic() - began > args.seconds], device="cuda", dtype=torch.int32)
-                dist.all_reduce(late)
-                if late.item():
+                if largest([time.monotonic() - began])[0] > args.seconds:
                     continue
                 run = functools.partial(both_ways, op, x, do, layout)
-                row = dict(op=op, T=T, arm=arm, eager=microseconds(run, 12), host=host(run))
+                row = dict(op=op, T=T, arm=arm, eager=microseconds(run, 12), host=launching(run))
                 replay = captured(run)
                 row["graph"] = microseconds(replay, 12)
                 if arm in args.traced.split(","):
@@ -108,8 +98,7 @@ def main() -> None:
                 rows.append(row)
                 if middle:
                     print({k: v for k, v in row.items() if not k.startswith("timeline")}, flush=True)
-                    args.out.mkdir(parents=True, exist_ok=True)
-                    (args.out / "profile.json").write_text(json.dumps(rows))
+                    save(args.out / "profile.json", rows, indent=None)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from ring_la.scan import STRATEGIES, CostModel
 
 from ..bars import grouped_bars, legend_above
 from ..peers import fla_tuning
+from ..rows import machine, save
 from .arms import UNSPLIT
 
 CLOSE = 1.05
@@ -47,8 +47,7 @@ class Report:
         self.groups: dict[int, dict] = {}
         self.path = args.out / "bench_scan.json"
         cuda = torch.cuda.is_available()
-        self.machine = dict(
-            device=torch.cuda.get_device_name() if cuda else "cpu", torch=torch.__version__,
+        self.machine = machine() | dict(
             ranks=dist.get_world_size(), transport=args.transport, heads=args.heads, width=args.width,
             keys=args.keys or args.heads, rounds=args.rounds, inner=args.inner, lead=args.lead,
             dtype="bfloat16" if cuda else "float32",
@@ -94,7 +93,7 @@ class Report:
         self.say(line(row))
         if self.writes:
             found = dict(machine=self.machine, speeds=self.speeds, groups=self.groups, rows=self.rows)
-            self.path.write_text(json.dumps(found, indent=1))
+            save(self.path, found)
 
     def finish(self) -> None:
         for what in ("exchange", "forward", "forward+backward"):

@@ -18,14 +18,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from ring_la.softmax.backends.triton import chosen_blocks
 from ring_la.softmax.backends.triton.table import TileSettings
 
-from ..chosen import Case, apart, blocks, timed
+from ..chosen import Case, blocks, timed
+from ..errors import worst_error
 from ..options import need_gpus
-from ..rows import Rows
+from ..rows import Rows, machine, reason
+from ..timing import kernels
 
 TILES: dict[str, tuple[TileSettings, ...]] = {
     "FORWARD": (
@@ -46,14 +47,10 @@ def results(case: Case) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, case.x, torch.ones_like(o))]
 
 
-def kernels(case: Case) -> Row:
-    """ms of each kernel of both passes."""
+def longest(case: Case) -> Row:
+    """ms of the longest kernels of both passes."""
     results(case)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        results(case)
-        torch.cuda.synchronize()
-    found = {e.key[:60]: round(e.device_time_total / 1e3, 3) for e in seen.key_averages()}
-    return dict(kernels=dict(sorted(found.items(), key=lambda pair: -pair[1])[:16]))
+    return dict(kernels={name: round(us / 1e3, 3) for name, _, us in kernels(lambda: results(case))[:16]})
 
 
 def tiles(case: Case, names: list[str]) -> Iterator[Row]:
@@ -65,10 +62,10 @@ def tiles(case: Case, names: list[str]) -> Iterator[Row]:
                 with patch.object(chosen_blocks, name, tile):
                     got = results(case)
                     want = want or got
-                    row["error"] = max(apart(a, b) for a, b in zip(got, want))
+                    row["error"] = worst_error(got, want)
                     row |= timed(case.arms["triton_blocks"](), case, back=name != "FORWARD")
             except Exception as error:  # what does not fit a multiprocessor is a line, too
-                row["failed"] = f"{type(error).__name__}: {str(error)[:160]}"
+                row["failed"] = reason(error)
             yield row
 
 
@@ -80,9 +77,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, found = time.monotonic(), Rows(args.out, gpu=torch.cuda.get_device_name())
+    began, found = time.monotonic(), Rows(args.out, **machine())
     case = blocks(args.tokens, 64, 4, 128, 32, 64, ["triton_blocks"])
-    for row in chain(map(kernels, [case]), tiles(case, args.kernels)):
+    for row in chain(map(longest, [case]), tiles(case, args.kernels)):
         found.add(row)
         if time.monotonic() - began > args.limit:
             break

@@ -20,9 +20,10 @@ from benchmarks.rows import Rows
 from ring_la.keystore import decode_kernel
 from ring_la.keystore.columns import Columns, by_products
 
+from ..errors import relative_error
 from ..ops.measure import graph_times
+from .products import BANDWIDTH
 
-BANDWIDTH = 4.1e12
 SHAPES = [
     (1, 65536, 20, 4, 128, 0), (1, 262144, 20, 4, 128, 0), (8, 65536, 20, 4, 128, 0), (8, 262144, 20, 4, 128, 0),
     (64, 16384, 20, 4, 128, 0), (1, 65536, 16, 2, 256, 0), (8, 16384, 64, 1, 128, 0), (1, 65536, 16, 1, 512, 64),
@@ -44,12 +45,12 @@ def draw(N: int, tokens: int, H: int, heads: int, K: int, R: int) -> tuple[Tenso
     return some(N, H, K), Columns(k, v, begin, begin + tokens, *more)
 
 
-def error(q: Tensor, keys: Columns, scale: float) -> float:
+def off(q: Tensor, keys: Columns, scale: float) -> float:
     """Of the first sequence."""
     first = Columns(*(None if x is None else x[:1] for x in keys))
     wide = Columns(*(x.double() if x is not None and x.is_floating_point() else x for x in first))
     want = by_products(q[:1].double(), wide, scale, 0.0)[0]
-    return float((decode_kernel.decode_columns(q[:1], first, scale, 0.0)[0] - want).norm() / want.norm())
+    return relative_error(decode_kernel.decode_columns(q[:1], first, scale, 0.0)[0], want)
 
 
 def microseconds(call: Callable[[], None]) -> float | str:
@@ -74,7 +75,7 @@ def rows(arms: bool) -> Iterator[dict[str, Any]]:
             by_products(q, keys, scale, 0.0)
 
         seconds = 2 * N * heads * tokens * ((K if R else 2 * K) + R) / BANDWIDTH
-        row = {"shape": shape, "bytes, us": round(1e6 * seconds, 1), "error": error(q, keys, scale)}
+        row = {"shape": shape, "bytes, us": round(1e6 * seconds, 1), "error": off(q, keys, scale)}
         row |= {"products, us": microseconds(products), "kernel, us": microseconds(kernel)}
         for tile, waves in itertools.product(TILES, (1, 2, 4)) if arms else ():
             with mock.patch.multiple(decode_kernel, _tile=lambda *_, tile=tile: tile, WAVES=waves):

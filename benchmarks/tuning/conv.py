@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 
 import torch
@@ -18,7 +17,9 @@ from ring_la.kernels.fused import short_conv
 from ring_la.kernels.fused import short_conv_kernel as conv
 from ring_la.kernels.runtime.replayed_function import record_of
 
-from ..ops.measure import bandwidth, error, milliseconds
+from ..errors import worst_error
+from ..ops.measure import bandwidth, milliseconds
+from ..rows import save
 
 SHAPES = ((1, 32768, 12288), (1, 32768, 3072), (4, 4096, 3072), (1, 2048, 6144))
 SIZES = list(itertools.product((64, 128, 256), (2, 4, 8)))
@@ -78,7 +79,7 @@ def main() -> None:
             o, dx, dw = call(x, weight, cu, do)
             if runs == RUNS[0] and sizes == SIZES[0]:
                 first = dx, dw
-            row["error"] = max(error(o[:, :, :64], true), error(dx, first[0]), error(dw, first[1]))
+            row["error"] = worst_error((o[:, :, :64], dx, dw), (true, *first))
             row |= times(x, weight, cu, do)
             rows.append(row)
         here = rows[-len(SIZES) * len(RUNS) :]
@@ -87,9 +88,7 @@ def main() -> None:
         for way in ("forward", "backward"):
             best = sorted(here, key=lambda r: r[way])[:4]
             print("  ", way, [(r["channels"], r["step"], r["runs"], r[way]) for r in best], flush=True)
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(rows, f)
+        save(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ hybrid_1b's weights and so many tokens in bf16: x W, dy W and Σ dyᵀ x, ms by 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.timing import median
 from ring_la.kernels.fixed import bounds as bounds_
 from ring_la.kernels.fixed import conv, library, product, weight, weight_sum
 from ring_la.kernels.fixed.bounds import bounds_of
@@ -38,22 +38,12 @@ NARROW = ((20, 2560), (48, 2560))
 """N and K of weights of few columns."""
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    call()
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(4):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 4)
-    return statistics.median(times)
+ROUNDS, INNER = 5, 4
+"""Of a call's times, and calls of each."""
 
 
 def row(name: str, calls: list[Callable[[], Any]]) -> None:
-    times = [milliseconds(call) for call in calls]
+    times = [median(call, ROUNDS, INNER) for call in calls]
     print(f"{name:70} {sum(times):7.3f}  " + " ".join(f"{t:.3f}" for t in times), flush=True)
 
 

@@ -10,7 +10,8 @@ import argparse
 
 import torch
 
-from benchmarks.tuning.fixed import milliseconds
+from benchmarks.timing import median
+from benchmarks.tuning.fixed import INNER, ROUNDS
 from ring_la.softmax.backends.backend import QueryRows
 from ring_la.softmax.backends.triton import CanonicalTriton, table
 from ring_la.softmax.backends.triton.table import TileSettings
@@ -52,7 +53,7 @@ def main() -> None:
         for how in SETTINGS[name]:
             tiles[128] = TileSettings(*how)
             try:
-                print(f"{name:17} {how} {milliseconds(call):.3f}", flush=True)
+                print(f"{name:17} {how} {median(call, ROUNDS, INNER):.3f}", flush=True)
             except Exception as error:
                 print(f"{name:17} {how} {type(error).__name__}", flush=True)
         tiles[128] = chosen

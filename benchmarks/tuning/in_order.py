@@ -10,7 +10,9 @@ import argparse
 
 import torch
 
-from benchmarks.tuning.fixed import milliseconds
+from benchmarks.errors import worst_error
+from benchmarks.timing import median
+from benchmarks.tuning.fixed import INNER, ROUNDS
 from ring_la.algebra import Rule
 from ring_la.kernels.in_order import Pieces, forward, gradients
 from ring_la.kernels.protocol import Backward, Inputs
@@ -39,10 +41,10 @@ def main() -> None:
             grads = gradients(rule, inputs, pieces, 128**-0.5, back, S).inputs
             found = [out.o, *(t for t in grads if t is not None)]
             first = first or found
-            off = max(((a - b).norm() / b.norm()).item() for a, b in zip(found, first))
+            off = worst_error(found, first)
             times = (
-                milliseconds(lambda: forward(rule, inputs, pieces, 128**-0.5, S, True)),
-                milliseconds(lambda back=back: gradients(rule, inputs, pieces, 128**-0.5, back, S)),
+                median(lambda: forward(rule, inputs, pieces, 128**-0.5, S, True), ROUNDS, INNER),
+                median(lambda back=back: gradients(rule, inputs, pieces, 128**-0.5, back, S), ROUNDS, INNER),
             )
             print(f"{how} {times[0]:.3f} {times[1]:.3f}, off by {off:.1e}", flush=True)
         except Exception as error:

@@ -26,8 +26,9 @@ from ring_la.softmax.backends.triton import chosen_sorted
 
 from ..latents import L, N, R, draw
 from ..options import need_gpus
-from ..rows import Rows
+from ..rows import Rows, machine, reason
 from ..sparse import choose
+from ..timing import wall
 
 LONG, SHORT, TOPK = 131_072, 16_384, 2048
 STAY: tuple[dict[str, int], ...] = ({}, dict(BN=32))
@@ -126,12 +127,7 @@ def adds(INTO, CHOSEN, S, width, BN: tl.constexpr):
 def milliseconds(call: Callable[[], object], n: int) -> float:
     """Of a call, the mean of n behind one."""
     call()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(n):
-        call()
-    torch.cuda.synchronize()
-    return round((time.perf_counter() - began) / n * 1e3, 2)
+    return round(wall(call, n) * 1e3, 2)
 
 
 def main() -> None:
@@ -141,7 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
-    began, rows = time.monotonic(), Rows(args.out, gpu=torch.cuda.get_device_name())
+    began, rows = time.monotonic(), Rows(args.out, **machine())
     for part in args.parts:
         for name, run in {"index": index, "back": back, "loss": loss}[part]():
             if time.monotonic() - began > args.limit:
@@ -149,7 +145,7 @@ def main() -> None:
             try:
                 row: Row = {"arm": name} | run()
             except Exception as error:  # what does not fit a multiprocessor is a line, too
-                row = {"arm": name, "failed": f"{type(error).__name__}: {str(error)[:160]}"}
+                row = {"arm": name, "failed": reason(error)}
             rows.add(row)
 
 

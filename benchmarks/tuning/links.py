@@ -22,6 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.errors import relative_error
 from benchmarks.options import counts, names, need_gpus
 from benchmarks.rows import Rows
 from benchmarks.tuning.products import microseconds
@@ -86,10 +87,6 @@ class Links(NamedTuple):
         )
 
 
-def apart(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 def about(m: Links, reverse: bool) -> dict[str, object]:
     return dict(step=dense.STEP.value, spans=m.b.shape[1], reverse=reverse)
 
@@ -113,9 +110,9 @@ def scans(m: Links, reverse: bool) -> Iterator[dict[str, object]]:
         row: dict[str, object] = dict(kernel="scan", **about(m, reverse), tile=tile)
         try:
             got = call()
-            error = apart(got[1 if reverse else 0][0, 0], m.added)
+            error = relative_error(got[1 if reverse else 0][0, 0], m.added)
             if not reverse:
-                error = max(error, apart(got[1][0, 0], m.through))
+                error = max(error, relative_error(got[1][0, 0], m.through))
             yield row | dict(us=round(microseconds([call] * CALLS), 2), apart=error)
         except Exception as fault:  # too much shared memory: it says so
             yield row | dict(fault=f"{type(fault).__name__}: {str(fault)[:120]}")
@@ -158,11 +155,11 @@ class Middle:
         self.both(name)
         keeps, errors = self.m.keeps, []
         if name != "first":
-            errors.append(apart(self.entering[0][:, keeps], self.m.entering[:, keeps]))
+            errors.append(relative_error(self.entering[0][:, keeps], self.m.entering[:, keeps]))
         if name != "last":
             parted = self.there[: self.units].view(torch.float32).view(len(keeps), -1, K, self.columns)
             left = parted.transpose(1, 2).reshape(len(keeps), K, K)
-            errors.append(apart(left, self.m.left if name == "middle" else self.m.added))
+            errors.append(relative_error(left, self.m.left if name == "middle" else self.m.added))
         return max(errors)
 
 

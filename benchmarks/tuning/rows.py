@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from unittest import mock
 
 import torch
 
-from benchmarks.tuning.fixed import milliseconds
+from benchmarks.timing import median
+from benchmarks.tuning.fixed import INNER, ROUNDS
 from ring_la.algebra import Rule
 from ring_la.kernels.in_order import CHUNK, Pieces, forward
 from ring_la.kernels.protocol import Inputs
@@ -60,7 +62,8 @@ def main() -> None:
             for way, products in (("by rows", in_order._products), ("plain", plain)):
                 with mock.patch.object(in_order, "_products", products):
                     out = forward(rule, x, pieces, D**-0.5, S, True)
-                    row[way] = round(milliseconds(lambda r=rule, x=x: forward(r, x, pieces, D**-0.5, S, True)), 4)
+                    call = partial(forward, rule, x, pieces, D**-0.5, S, True)
+                    row[way] = round(median(call, ROUNDS, INNER), 4)
                 low = WYSaved.of(out.saved).products.low
                 row[f"levels, {way}"] = round((low < LEVELS).float().mean().item(), 3)
             print(json.dumps(row), flush=True)

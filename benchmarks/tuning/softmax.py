@@ -7,8 +7,6 @@ timed alone in this one, causal in bf16. Medians of CUDA events, ms; prints the 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import subprocess
 import sys
 import time
@@ -17,6 +15,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.options import need_gpus
+from benchmarks.rows import machine, save
+from benchmarks.timing import median
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.backends.triton import kernels, launch, table
 from ring_la.softmax.backends.triton.table import TileSettings as Tiling
@@ -57,19 +57,6 @@ def calls(width: int, T: int, H: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def milliseconds(function: Callable[[], None], reps: int = 5) -> float:
-    function()
-    times = []
-    for _ in range(reps):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
-
-
 def sweep(T: int, H: int, part: int, parts: int, reps: int) -> dict[str, dict[str, float]]:
     """ms of each setting of this part, by kernel and width."""
     out: dict[str, dict[str, float]] = {}
@@ -84,7 +71,7 @@ def sweep(T: int, H: int, part: int, parts: int, reps: int) -> dict[str, dict[st
                     continue
                 getattr(table, name)[width] = how
                 try:
-                    ms = milliseconds(by_name[name], reps)
+                    ms = median(by_name[name], reps)
                 except Exception as error:  # too much shared memory, or what the compiler cannot do
                     ms = float("inf")
                     print(f"{name} {width} {tuple(how)}: {type(error).__name__}", flush=True)
@@ -114,9 +101,7 @@ def main() -> None:
         worker.wait()
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     times = sweep(args.tokens, args.heads, 0, 1, 5)
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump(dict(device=torch.cuda.get_device_name(), tokens=args.tokens, heads=args.heads, ms=times), file)
+    save(args.out, machine() | dict(tokens=args.tokens, heads=args.heads, ms=times))
     for name, by in times.items():
         best = sorted(by, key=by.get)[:4]
         print(f"{name:22} " + "   ".join(f"{how} {by[how]:.3f}" for how in best), flush=True)

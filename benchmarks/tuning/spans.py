@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.bench import document_offsets, share_of_scores
+from benchmarks.errors import worst_error
 from benchmarks.options import names, need_gpus
+from benchmarks.rows import machine, save
+from benchmarks.timing import medians
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.backends.triton import kernels, launch, span_kernels, span_launch, table
 from ring_la.softmax.backends.triton.table import TileSettings as Tiling
@@ -124,20 +125,6 @@ class Case:
         return (q, self.k, self.v, self.do), [self.do, self.lse, self.delta], results
 
 
-def milliseconds(function: Pass) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(REPEATS):
-        function()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / REPEATS
-
-
-def apart(got: list[Tensor], want: list[Tensor]) -> float:
-    return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, want))
-
-
 def passes(case: Case, which: str) -> dict[str, Pass]:
     """The general kernel, and those of spans by setting."""
     out: dict[str, Pass] = {"general": functools.partial(case.general, which)}
@@ -163,21 +150,18 @@ def compile_all(cases: list[Case]) -> int:
 
 
 def measure(case: Case, which: str, name: str, heads: int, width: int) -> list[dict]:
-    todo, times, far = passes(case, which), {}, {}
+    todo, far = passes(case, which), {}
     truth = todo["general"]()
     for how, one in [*todo.items()]:
         try:
-            far[how] = apart(one(), truth)
+            far[how] = worst_error(one(), truth)
         except Exception as error:
             print(f"{name} {which} {how}: {type(error).__name__} {str(error)[:120]}", flush=True)
             del todo[how]
-    for _ in range(ROUNDS):
-        for how, one in todo.items():
-            times.setdefault(how, []).append(milliseconds(one))
     flops = PRODUCTS[which] * heads * width * case.pairs
     rows = [
-        dict(case=name, which=which, how=how, ms=(ms := statistics.median(t)), tflops=flops / ms / 1e9, apart=far[how])
-        for how, t in times.items()
+        dict(case=name, which=which, how=how, ms=ms, tflops=flops / ms / 1e9, apart=far[how])
+        for how, ms in medians(todo, ROUNDS, REPEATS, warm=0).items()
     ]
     for r in sorted(rows, key=lambda r: r["ms"]):
         said = f"{r['ms']:7.3f} ms {r['tflops']:4.0f} TFLOP/s   apart {r['apart']:.1e}"
@@ -193,7 +177,6 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/spans_tuning.json"))
     args = parser.parse_args()
     need_gpus(parser)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     start, rows = time.time(), []
     failed = compile_all([Case(name, args.heads, args.width, T=1024) for name in args.cases])
     print(f"compiled in {time.time() - start:.0f} s, {failed} failed", flush=True)
@@ -201,7 +184,7 @@ def main() -> None:
         case = Case(name, args.heads, args.width)
         for which in GRID:
             rows += measure(case, which, name, args.heads, args.width)
-            args.out.write_text(json.dumps(dict(device=torch.cuda.get_device_name(), rows=rows)))
+            save(args.out, machine() | dict(rows=rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -17,7 +16,9 @@ import ring_la
 from benchmarks.options import need_gpus
 from ring_la.kernels.sums import walks
 
-from ..ops.measure import bandwidth, error, milliseconds
+from ..errors import relative_error
+from ..ops.measure import bandwidth, milliseconds
+from ..rows import save
 
 SHAPES = ((1, 8192, 4096), (1, 32768, 2048), (4, 4096, 1024))
 TILES = ((32, 32, 4), (32, 64, 4), (64, 32, 4), (64, 64, 4), (32, 128, 4), (32, 64, 8), (16, 64, 2), (16, 128, 4))
@@ -40,14 +41,13 @@ def main() -> None:
         for (tokens, channels, warps), span in itertools.product(TILES, SPANS):
             walks.TOKENS, walks.CHANNELS, walks.WARPS, walks.SPAN = tokens, channels, warps, span
             o = ring_la.hgrn(x, g, backend="triton").o
-            row = dict(shape=(B, T, C), tile=(tokens, channels, warps), span=span, error=error(o[:1, :2048, :64], true))
+            row = dict(shape=(B, T, C), tile=(tokens, channels, warps), span=span)
+            row["error"] = relative_error(o[:1, :2048, :64], true)
             row["forward"] = milliseconds(lambda x=x, g=g: ring_la.hgrn(x, g, backend="triton"), budget=0.02)
             row["both"] = milliseconds(lambda leaves=leaves, do=do: torch.autograd.grad(
                 ring_la.hgrn(*leaves, backend="triton").o, leaves, do), budget=0.02)  # fmt: skip
             rows.append(row)
-            if args.out:
-                with open(args.out, "w") as f:
-                    json.dump(rows, f)
+            save(args.out, rows)
         here = [r for r in rows if r["shape"] == (B, T, C)]
         floors = [round(n * x.numel() * 2 / copy * 1e3, 4) for n in (3, 8)]
         print((B, T, C), "floors", floors, "worst error", max(r["error"] for r in here))

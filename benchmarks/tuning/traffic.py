@@ -9,7 +9,6 @@ counts whole, one that is read twice once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,8 @@ from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.other_side import OtherSide
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse
-from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.spans import table
+from tests.support.launches import launched_by
 
 T = 8192
 RULES = {  # rule, value heads, key heads, K, V, and bytes of weighed keys and queries that may be kept
@@ -74,14 +73,8 @@ def launches(call: Callable[[Rule, Inputs], None], rule: Rule, x: Inputs) -> lis
         sizes = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)}
         found.append((kernel.__name__, list(sizes.values())))
 
-    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is plain]
-    for module in modules:
-        module.launch = noted
-    try:
+    with launched_by(noted):
         call(rule, x)
-    finally:
-        for module in modules:
-            module.launch = plain
     return found
 
 

@@ -8,24 +8,25 @@ token loop at head sizes 64 and 128: what the compiler gets wrong depends on the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from benchmarks.options import need_gpus
+from benchmarks.rows import save
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, OutputUse
 from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.table import Tiling
+from tests.support.launches import launched_by
 from tests.support.triton_cases import Case, errors
 
 PASSES = [(64, 4, 1), (64, 4, 1, 168), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2)]
@@ -59,8 +60,7 @@ PASSED = [*DELTA, *DIAGONAL]
 FLAGS = ("SUMMARY", "KEEP", "OUT", "REVERSE", "TRANSPOSED", "LEVELLED")
 
 
-@contextmanager
-def marked(marks: dict[str, list]) -> Iterator[None]:
+def marked(marks: dict[str, list]) -> AbstractContextManager[None]:
     """Events around every launch, by kernel and what it does."""
 
     def timed(kernel, grid, *args, **constants):
@@ -71,14 +71,7 @@ def marked(marks: dict[str, list]) -> Iterator[None]:
         name = kernel.__name__.removesuffix("_kernel")
         marks.setdefault(" ".join([name, *(f.lower() for f in FLAGS if constants.get(f))]), []).append((a, b))
 
-    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is plain]
-    for module in modules:
-        module.launch = timed
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.launch = plain
+    return launched_by(timed)
 
 
 def both(rule: Rule, x, do: torch.Tensor, gate: bool, between: torch.cuda.Event | None = None) -> None:
@@ -177,8 +170,7 @@ def main() -> None:
             found = {"failed": f"{type(e).__name__}: {str(e)[-160:]}"}
         rows.append(dict(table=what, launch=str(launch), rule=rule, shape=shape) | found)
         print(what, launch, rule, shape, found, flush=True)
-        if args.out:
-            json.dump(rows, open(args.out, "w"), indent=1)
+        save(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ benchmarks.tuning.untried [--only gla] [--limit SECONDS]`.
 
 A line of JSON an arm: its errors against fp64 at the first shape, whether they stay within 1.3 times those of the first
 arm, which is today's; ms of forward, and of forward and backward, as CUDA graphs; µs of the host for an eager forward,
-and of the kernels of an eager forward and backward.
+and of the kernels of an eager forward and backward that take ten or more.
 Ends with 1 if an arm is off.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ring_la.kernels.fused import discretise
 from ring_la.kernels.replay import root
@@ -30,9 +29,11 @@ from ring_la.kernels.scalar_decay import attend
 from ring_la.kernels.spans import table
 from ring_la.kernels.wy import one_launch
 
+from ..errors import relative_error
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
-from ..ops.measure import error, graph_times, host_microseconds, results
+from ..ops.measure import graph_times, host_microseconds, results
 from ..options import need_gpus
+from ..timing import kernels
 
 Op = Callable[[Inputs], Results]
 
@@ -137,7 +138,7 @@ def errors(question: Question, arm: Arm, shape: Shape, device: str = "cuda") -> 
     true = results(question.truth, x | wide)
     with arm.set():
         got = results(arm.function, x)
-    return {n: float(f"{error(got[n], true[n]):.2e}") for n in true}
+    return {n: float(f"{relative_error(got[n], true[n]):.2e}") for n in true}
 
 
 def times(question: Question, arm: Arm, shape: Shape) -> dict[str, Any]:
@@ -161,17 +162,7 @@ def times(question: Question, arm: Arm, shape: Shape) -> dict[str, Any]:
     with arm.set():
         for _ in range(3):
             both()
-        return found | {"kernels_us": kernels(both)}
-
-
-def kernels(call: Callable[[], None]) -> dict[str, float]:
-    """µs of each kernel of a call that takes ten or more."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    found = {e.key[:60]: round(e.device_time_total, 1) for e in seen.key_averages()}
-    return {n: us for n, us in sorted(found.items(), key=lambda pair: -pair[1]) if us >= 10}
+        return found | {"kernels_us": {name: round(us, 1) for name, _, us in kernels(both) if us >= 10}}
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ def decay_at_once(_: object, layout: ShardedLayout, a: Tensor, A_log: Tensor | N
 class _Decay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: ShardedLayout, a: Tensor, A_log: Tensor | None, bias: Tensor | None) -> Tensor:
-        g = log_decay.forward(a, A_log, bias, 1.0, 1.0)
+        g = log_decay.forward(a, A_log, bias, 1.0, 1.0, False)
         ctx.layout, ctx.way_back = layout, layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(a, A_log, bias, g)
         return g

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import TRANSPORTS
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..layout import Layout
 from ..scan import STRATEGIES
 
@@ -53,10 +53,11 @@ def check_length(x: Tensor, dim: int, length: int, what: str, name: str = "x") -
         raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 
 
-def check_dense(x: Tensor, name: str = "x") -> None:
+def check_dense(x: object, name: str = "x") -> None:
     """Refuse what messages cannot be made of."""
-    if x.layout is not torch.strided:
-        raise ArgumentError(name, "a dense tensor", str(x.layout))
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
+        got = f"{describe_tensor(x)} on the meta device" if isinstance(x, Tensor) and x.is_meta else describe_tensor(x)
+        raise ArgumentError(name, "a dense tensor with values", got)
 
 
 def check_labels(ids: Tensor, ignore_index: object) -> None:

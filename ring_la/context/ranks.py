@@ -18,7 +18,7 @@ from ..comm import Group
 from ..errors import ArgumentError
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 from . import moves
-from .arguments import check_choices, check_head_groups, duration
+from .arguments import check_choices, check_dense, check_head_groups, duration
 from .grid import Grid, process_group
 from .handle import OfThisProcess, enter
 from .marks import Marks
@@ -125,6 +125,7 @@ class ContextRanks(OfThisProcess, ABC):
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, in a new tensor; without gradients."""
+        check_dense(x)
         if torch.compiler.is_compiling():
             return moves.sum_over_ranks(x, self.number)
         return self.comm.all_reduce(x).wait()

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from ..blockwise import BLOCK, fixed
+from ..checks import check_kind
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..models import HybridLM
+from ..models.checks import check_model
 from ..nn.layer import Layer
 from ..nn.moe import MixtureOfExperts
 
@@ -36,6 +38,8 @@ class BlockReader:
     """
 
     def __init__(self, model: HybridLM, cp: ContextParallel) -> None:
+        check_model(model)
+        check_kind("cp", cp, ContextParallel)
         if not cp.deterministic or cp.size != 1:
             raise ArgumentError("cp", "one with deterministic=True, of one rank", repr(cp))
         for part in model.modules():

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_int, check_kind, check_least, is_finite, is_int
 from ..context import ContextParallel, ShardedLayout
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..keystore import KeyStore, rows_of, with_rows
 from ..models import HybridLM
+from ..models.checks import check_model
 from ..nn.decoding import KeyedLayer
 from ..nn.layer import last_tokens
 
@@ -50,11 +52,11 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, (int, float)) or not self.temperature >= 0:
-            raise ArgumentError("temperature", "a number ≥ 0", repr(self.temperature))
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+        check_least("temperature", self.temperature)
+        check_kind("generator", self.generator, torch.Generator, optional=True)
+        if self.top_k is not None and not is_int(self.top_k, 1):
             raise ArgumentError("top_k", "an int ≥ 1 or None", repr(self.top_k))
-        if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
+        if not is_finite(self.top_p) or not 0 < self.top_p <= 1:
             raise ArgumentError("top_p", "a number above 0 and at most 1", repr(self.top_p))
 
     @property
@@ -89,6 +91,7 @@ def key_store(model: HybridLM, cp: ContextParallel | None = None) -> KeyStore:
     Keys and values, latents, and keys of blocks are shared out over the ranks of `cp` (None: this process has all);
     what recurrences remember, which has one size, is on each.
     """
+    check_model(model)
     layers = [block.layer for block in model.blocks if isinstance(block.layer, KeyedLayer)]
     weight = model.embedding.weight
     return KeyStore([layer.key_size for layer in layers], cp, dtype=weight.dtype, device=weight.device)
@@ -116,6 +119,7 @@ def prefill(
     Raises:
         ArgumentError: a wrong argument by name, a prompt without a token among them; under a layout on every rank.
     """
+    check_model(model)
     model.check(ids, states, layout, cu_seqlens)
     if layout is None and ids.shape[1] == 0:
         raise ArgumentError("ids", "a prompt of at least one token", list(ids.shape))
@@ -156,6 +160,9 @@ def step(model: HybridLM, tokens: Tensor, states: list[Any], *, in_place: bool =
 
     in_place: states of a fixed size are written over those given, instead of to new memory.
     """
+    check_model(model)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+        raise ArgumentError("tokens", "an int tensor [N], one token of each document", describe_tensor(tokens))
     rows = rows_of(states)
     if rows is not None:
         states = with_rows(states, rows.advanced(in_place))
@@ -170,10 +177,13 @@ def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sam
     The prompt keeps its states: the first step makes new ones, which the following overwrite.
 
     Raises:
-        ArgumentError: `max_new_tokens` is no number of tokens.
+        ArgumentError: by name.
     """
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ArgumentError("max_new_tokens", "an int ≥ 0", repr(max_new_tokens))
+    check_int("max_new_tokens", max_new_tokens, 0)
+    check_model(model)
+    check_kind("prompt", prompt, Prefilled)
+    if sampler is not None and not callable(sampler):
+        raise ArgumentError("sampler", "a Sampler or None", describe_tensor(sampler))
     return _decode(model, prompt, max_new_tokens, sampler or Sampler())
 
 

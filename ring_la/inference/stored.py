@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_kind, check_path
 from ..errors import ArgumentError, require
 from ..keystore import KeyRows, KeyStore, LayerKeys
 from ..nn.layer import LayerState
@@ -36,12 +37,13 @@ def save_prompt(prompt: Prefilled, folder: str | Path) -> None:
     require("safetensors", "prompt", "prompts on disk")
     from safetensors import SafetensorError
 
+    check_kind("prompt", prompt, Prefilled)
     keys = [state for state in prompt.states if isinstance(state, LayerKeys)]
     wrong = next((s for s in prompt.states if not isinstance(s, (LayerKeys, LayerState))), None)
     if wrong is not None or not keys:
         got = "no keys" if wrong is None else type(wrong).__name__
         raise ArgumentError("prompt", "one read with `keys`, a KeyStore", got)
-    folder, rows, error = Path(folder), keys[0].rows, None
+    folder, rows, error = check_path("folder", folder), keys[0].rows, None
     try:
         _write_mine(prompt, keys, folder)
     except (OSError, SafetensorError) as e:
@@ -85,7 +87,8 @@ def load_prompt(folder: str | Path, keys: KeyStore) -> Prefilled:
     require("safetensors", "prompt", "prompts on disk")
     from safetensors import SafetensorError
 
-    folder = Path(folder)
+    check_kind("keys", keys, KeyStore)
+    folder = check_path("folder", folder)
     if not (folder / STATES).is_file():
         raise ArgumentError("folder", f"a folder with {STATES}", str(folder))
     try:

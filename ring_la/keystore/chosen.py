@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_int
 from ..errors import ArgumentError, describe_tensor
 from ..indexers.chosen import Chosen
 from ..softmax.merging import wide
@@ -123,8 +124,7 @@ def decode_index(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> Chosen:
         raise ArgumentError("q", f"[{len(rows)}, T, heads, {key}]", describe_tensor(q))
     if not isinstance(w, Tensor) or w.shape != q.shape[:3]:
         raise ArgumentError("w", f"{list(q.shape[:3])}", describe_tensor(w))
-    if not isinstance(topk, int) or topk < 1:
-        raise ArgumentError("topk", "an int ≥ 1", repr(topk))
+    check_int("topk", topk, 1)
     scores, places = _best_here(q, w, state, topk)
     comm = None if rows.store.cp is None else rows.store.cp.comm
     if comm is not None and comm.size > 1:
@@ -196,8 +196,7 @@ def decode_blocks(q: Tensor, state: LayerKeys, size: int, topk: int) -> Chosen:
     if not isinstance(q, Tensor) or q.dim() != 4 or len(q) != len(rows) or q.shape[2] % heads:
         raise ArgumentError("q", f"[{len(rows)}, T, a multiple of {heads}, {key}]", describe_tensor(q))
     for name, n in (("size", size), ("topk", topk)):
-        if not isinstance(n, int) or n < 1:
-            raise ArgumentError(name, "an int ≥ 1", repr(n))
+        check_int(name, n, 1)
     summed = q.to(wide(q.dtype)).unflatten(2, (heads, -1)).sum(3)
     scores = _sums_by_block(summed, state, size)
     comm = None if rows.store.cp is None else rows.store.cp.comm

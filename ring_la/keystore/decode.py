@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..checks import check_int, check_kind
 from ..errors import ArgumentError, describe_tensor
 from ..outputs import AttentionOutput
 from ..softmax import attention
@@ -95,6 +96,7 @@ def decode_latents(
     Raises:
         ArgumentError: by name.
     """
+    check_kind("state", state, LayerKeys)
     if state.size.heads != 1 or state.size.value:
         raise ArgumentError("state", "latents: KeySize(1, L + R, 0)", state.size)
     D, L = w_uk.shape[1:]
@@ -105,6 +107,7 @@ def decode_latents(
 
 
 def _check_query(q: object, state: LayerKeys, one: bool) -> None:
+    check_kind("state", state, LayerKeys)
     (heads, key, _), N = state.size, len(state.rows)
     if not isinstance(q, Tensor) or q.dim() != 4 or len(q) != N or (one and q.shape[1] != 1) or q.shape[2] % heads:
         raise ArgumentError("q", f"[{N}, {1 if one else 'T'}, a multiple of {heads}, {key}]", describe_tensor(q))
@@ -117,8 +120,7 @@ def _check_choice(chosen: object, T: int, block: object, state: LayerKeys, softc
     fits = isinstance(chosen, Tensor) and chosen.dim() == 4 and chosen.shape[:2] == (len(state.rows), T)
     if not fits or not isinstance(chosen, Tensor) or chosen.shape[2] not in (1, heads) or chosen.is_floating_point():
         raise ArgumentError("chosen", f"int [{len(state.rows)}, {T}, {heads} or 1, S]", describe_tensor(chosen))
-    if not isinstance(block, int) or block < 1:
-        raise ArgumentError("block", "an int ≥ 1", repr(block))
+    check_int("block", block, 1)
     for name, given, none in (("softcap", softcap, 0.0), ("window", window, -1)):
         if given != none:
             raise ArgumentError(name, f"{none} where keys are chosen", given)

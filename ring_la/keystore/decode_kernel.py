@@ -9,13 +9,12 @@ and a second launch merges a sequence's parts. (Flash-Decoding, Dao, Haziza, Mas
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels import gpu
 from ..kernels.runtime.launch import launch
 from .columns import Columns
 
@@ -115,7 +114,7 @@ def decode_columns(q: Tensor, keys: Columns, scale: float, softcap: float) -> tu
     group, wide = H // heads, k.dtype == torch.float32
     BG, BN, warps, stages = _tile(group, width)
     programs = N * heads * -(-group // BG)
-    splits = max(1, min(-(-_multiprocessors(k.device) * WAVES // programs), -(-columns // LEAST)))
+    splits = max(1, min(-(-gpu.multiprocessors(k.device) * WAVES // programs), -(-columns // LEAST)))
     parts = torch.empty(N, splits, H, value, dtype=torch.float32, device=k.device)
     lses = torch.empty(N, splits, H, dtype=torch.float32, device=k.device)
     out, lse = (torch.empty(N, H, *rest, dtype=torch.float32, device=k.device) for rest in ((value,), ()))
@@ -141,8 +140,3 @@ def _tile(group: int, width: int) -> tuple[int, int, int, int]:
     if group > 16:
         return 32, 64, 8 if width > WIDE else 4, 2
     return 16, 32 if width > WIDE else 64, 4, 3
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

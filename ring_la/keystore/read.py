@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_kind
 from ..comm import Group
 from ..context import ShardedLayout
 from ..outputs import AttentionOutput
@@ -48,9 +49,10 @@ def read_attention(
     Returns:
         AttentionOutput(o ``[B, T_local, H, V]``, lse ``[B, H, T_local]``).
     """
+    check_kind("state", state, LayerKeys)
+    new = attention(q, k, v, window=(window, -1), layout=layout, scale=scale)
     state.put(k, v)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    new = attention(q, k, v, window=(window, -1), layout=layout, scale=factor)
     return with_earlier(q, new, state, layout, window=window, scale=factor)
 
 

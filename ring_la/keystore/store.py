@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..checks import check_int, check_kind
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, describe_tensor
 from .pages import Held, Pages, SlabTokens
@@ -50,11 +51,16 @@ class KeyStore:
         device: torch.device | None = None,
         block: int = BLOCK,
     ) -> None:
+        check_kind("sizes", sizes, Sequence)
         for size in sizes:
             if not isinstance(size, KeySize) or min(size.heads, size.key, size.value + 1) < 1:
                 raise ArgumentError("sizes", "a KeySize of positive numbers for each layer", size)
-        if not isinstance(block, int) or block < 1:
-            raise ArgumentError("block", "an int ≥ 1", repr(block))
+        check_kind("cp", cp, ContextParallel, optional=True)
+        check_int("block", block, 1)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ArgumentError("dtype", "a floating torch.dtype", repr(dtype))
+        if device is not None and not isinstance(device, torch.device):
+            raise ArgumentError("device", "a torch.device or None", repr(device))
         self.sizes, self.cp, self.dtype = list(sizes), cp, dtype
         self.device = device or (torch.device("cpu") if cp is None else cp.device)
         self.ranks, self.rank = (1, 0) if cp is None else (cp.size, cp.rank)
@@ -63,12 +69,12 @@ class KeyStore:
 
     def open(self, count: int) -> KeyRows:
         """`count` sequences without a token."""
+        check_int("count", count, 0)
         return KeyRows(self, [Held(self.pages) for _ in range(count)])
 
     def reserve(self, tokens: int) -> None:
         """Take memory for so many tokens of this rank now, which stays."""
-        if not isinstance(tokens, int) or tokens < 1:
-            raise ArgumentError("tokens", "an int ≥ 1", repr(tokens))
+        check_int("tokens", tokens, 1)
         self.pages.reserve(-(-tokens // self.pages.block))
 
     @property
@@ -262,14 +268,15 @@ class LayerKeys(NamedTuple):
         token of each sequence, the same on all ranks.
 
         Raises:
-            ArgumentError: other heads or channels.
+            ArgumentError: other rows, heads or channels.
         """
-        heads, key, value = self.size
+        (heads, key, value), N = self.size, len(self.rows)
         for name, x, width in (("k", k, key), ("v", v, value)):
             if x is None and not width:
                 continue
-            if x is None or x.dim() != 4 or x.shape[2:] != (heads, width):
-                raise ArgumentError(name, f"[B, T, {heads}, {width}]", "None" if x is None else describe_tensor(x))
+            fits = isinstance(x, Tensor) and x.dim() == 4 and x.shape[2:] == (heads, width)
+            if not fits or x is None or len(x) not in (1, N):  # several may be packed into one
+                raise ArgumentError(name, f"[B, T, {heads}, {width}] of {N} sequences", describe_tensor(x))
             memory = (self.rows.store.k if name == "k" else self.rows.store.v)[self.layer]
             for row, tokens, spans in self.rows.puts:
                 mine, at = x[row, tokens], 0

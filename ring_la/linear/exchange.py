@@ -66,7 +66,7 @@ class SplitCall:
         canonical = None if self.single else self.canonical
         if layout.cp.deterministic and mode == "auto":
             mode = "chunk"  # whatever this rank's length
-        use = OutputUse(saved=self.saves, final=final)
+        use = OutputUse(saved=self.saves, final=final, alone=self.seams.alone)
         return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, use, canonical)
 
     def exchange(self, links: list[Link], like: Tensor) -> Exchange:

@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
 def on_one_device(like: Tensor, cu_seqlens: Tensor | None, seen: Sequence[int]) -> tuple[Stretch, ...]:
     """All documents of tensors ``[B, T, …]``, whose first tokens have the positions `seen`; the host reads offsets."""
     cu = [0, like.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    documents = [(n, a, b) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
+    documents = [(n, a, b) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a and len(like)]
     runs = [DocumentRun(a, b, seen[n], n, True, True, i) for i, (n, a, b) in enumerate(documents)]
     return (Stretch(tuple(runs), None, None),)
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_tokens
+from ..checks import check_int, check_tokens
 from ..errors import ArgumentError, describe_tensor
+from .config import HybridConfig
 
 IGNORE = -100
 """The target of a token that has none."""
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no `HybridLM`, and stands in place of none."""
+    if not isinstance(getattr(model, "config", None), HybridConfig):
+        raise ArgumentError("model", "a HybridLM", describe_tensor(model))
 
 
 def check_targets(targets: object, ids: Tensor, words: int, layout: object) -> None:
@@ -21,5 +28,4 @@ def check_targets(targets: object, ids: Tensor, words: int, layout: object) -> N
 
 def check_chunk(chunk: object) -> None:
     """Refuse what is no number of rows."""
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise ArgumentError("chunk", "an int ≥ 1", repr(chunk))
+    check_int("chunk", chunk, 1)

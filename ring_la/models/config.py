@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import check_flag, is_finite
+from ..checks import check_flag, check_least
 from ..errors import ArgumentError
 from ..nn import LAYERS
 from ..nn.layer import positive
@@ -55,12 +55,11 @@ class HybridConfig:
                 raise ArgumentError("options", f"a mapping of keywords for {name!r}", repr(keywords))
         for argument, names in (("layers", self.layers), ("options", self.options)):
             for name in names:
-                if name not in LAYERS:
+                if not isinstance(name, str) or name not in LAYERS:
                     raise ArgumentError(argument, f"names out of {', '.join(LAYERS)}", repr(name))
-        if self.mlp not in MLPS:
+        if not isinstance(self.mlp, str) or self.mlp not in MLPS:
             raise ArgumentError("mlp", f"one of {', '.join(MLPS)}", repr(self.mlp))
-        if not is_finite(self.norm_eps) or self.norm_eps < 0:
-            raise ArgumentError("norm_eps", "a number ≥ 0", repr(self.norm_eps))
+        check_least("norm_eps", self.norm_eps)
         check_flag("tie_embeddings", self.tie_embeddings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Blocks are pre-norm residual: ``x + layer(norm(x))``, then ``x + mlp(norm(x))``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_block, embedding, fixed, linear
-from ..checks import check_split, check_tokens, check_total
+from ..checks import check_kind, check_split, check_tokens, check_total
 from ..context import ContextParallel, ShardedLayout, agree_on_weights
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..nn import RMSNorm, Routing
@@ -51,6 +51,7 @@ class HybridLM(nn.Module):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
+        check_kind("config", config, HybridConfig)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(ResidualBlock.of(config, i) for i in range(len(config.layers)))
@@ -128,7 +129,7 @@ class HybridLM(nn.Module):
         losses: list[Tensor] | None = None,
     ) -> HiddenOutput:
         """`forward` without the output projection."""
-        self.check(ids, states, layout, cu_seqlens)
+        self.check(ids, states, layout, cu_seqlens, lists={"routings": routings, "losses": losses})
         weight = self.embedding.weight
         x, after = embedding(ids, weight, layout=layout) if fixed(layout) else self.embedding(ids), []
         keywords = dict(output_state=output_states, layout=layout, cu_seqlens=cu_seqlens, in_place=in_place)
@@ -180,7 +181,7 @@ class HybridLM(nn.Module):
                 None: the targets of this call, on all ranks.
             chunk: tokens whose logits exist at a time.
         """
-        self.check(ids, None, layout, cu_seqlens, targets, total, chunk)
+        self.check(ids, None, layout, cu_seqlens, targets, total, chunk, {"routings": routings})
         if targets is None:
             targets, count = _next_tokens(ids, layout, cu_seqlens)
         else:
@@ -247,11 +248,14 @@ class HybridLM(nn.Module):
         targets: Tensor | None = None,
         total: Tensor | float | None = None,
         chunk: int = 1,
+        lists: Mapping[str, object] = {},
     ) -> None:
         """Refuse what does not fit, on every rank alike; what concerns a layer, the layer checks."""
         error, divided = None, None
         try:
             self._check(ids, states, layout, cu_seqlens, targets)
+            for name, given in lists.items():
+                check_kind(name, given, list, optional=True)
             divided = check_total(total)
             check_chunk(chunk)
         except RingLAError as e:
@@ -271,8 +275,11 @@ class HybridLM(nn.Module):
     ) -> None:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
             raise ArgumentError("ids", "an int tensor [B, T]", describe_tensor(ids))
-        if states is not None and len(states) != len(self.blocks):
-            raise ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
+        if ids.device != (home := self.embedding.weight.device):
+            raise ArgumentError("ids", f"a tensor on {home}, where the model is", f"one on {ids.device}")
+        if states is not None and (not isinstance(states, (list, tuple)) or len(states) != len(self.blocks)):
+            got = len(states) if isinstance(states, (list, tuple)) else describe_tensor(states)
+            raise ArgumentError("states", f"a list of one for each of {len(self.blocks)} layers", got)
         if targets is not None:
             check_targets(targets, ids, self.config.vocab_size, layout)
         if isinstance(layout, ShardedLayout):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import is_int
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..layout import check_cu_seqlens
@@ -74,7 +75,7 @@ def _check(ids: Tensor, cp: ContextParallel, rounds: int, cu_seqlens: Tensor | S
     if not isinstance(cp, ContextParallel):
         raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
     T = ids.shape[1]
-    if not isinstance(rounds, int) or not 1 <= rounds <= T:
+    if not is_int(rounds, 1) or rounds > T:
         raise ArgumentError("rounds", f"an int from 1 to {T}", repr(rounds))
     return (0, T) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, T)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blockwise import by_element
-from ..checks import check_flag
+from ..checks import check_flag, is_int
 from ..errors import ArgumentError
 from ..kernels.tokens.products import PreNorm, added_product, normed_products
 from ..keystore import LayerKeys, decode_attention, read_attention
@@ -55,7 +55,7 @@ class Attention(GroupedLayer):
         check_rotation(rope_base, K)
         check_flag("qk_norm", qk_norm)
         check_flag("gated", gated)
-        if not isinstance(window, int) or window < -1:
+        if not is_int(window, -1):
             raise ArgumentError("window", "an int, −1 or more", repr(window))
         self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         divide("num_kv_heads", num_heads, self.num_kv_heads)

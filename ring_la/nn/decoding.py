@@ -49,6 +49,9 @@ class KVCache(NamedTuple):
 
     def extend(self, k: Tensor, v: Tensor) -> KVCache:
         """The cache with the documents' next tokens ``[N, T, Hk, ·]``."""
+        for mine, new in ((self.k, k), (self.v, v)):
+            if mine.shape[2:] != new.shape[2:]:
+                raise ArgumentError("state", f"keys and values of {list(new.shape[2:])}", list(mine.shape[2:]))
         return KVCache(
             torch.cat([self.k, k.to(self.k.dtype)], 1), torch.cat([self.v, v.to(self.v.dtype)], 1), self.empty
         )

@@ -74,10 +74,8 @@ class GatedDeltaNet2(KimiDeltaAttention):
             y = split_heads(wide(y), self.num_value_heads)
             return (over(rate[..., None], y.shape[-1]) * torch.sigmoid(y)).to(v.dtype)
 
-        g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
-        g = split_heads(g, self.num_value_heads)
         b, w = (call.rows(gate, call.rows(proj, x), beta) for proj in (self.erase_proj, self.write_proj))
-        return gdn2(q, k, v, g, b, w, **keywords)
+        return gdn2(q, k, v, self.decay(x, call), b, w, **keywords)
 
 
 class GatedDeltaProduct(GatedDeltaNet):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_least
 from ..choices import ChosenBackendName
 from ..context import ShardedLayout
 from ..errors import ArgumentError
@@ -90,8 +91,7 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         self.topk, R = positive("topk", topk), self.q_widths[1]
         if positive("index_dim", index_dim) < R:
             raise ArgumentError("index_dim", f"at least the rope_dim, {R}", index_dim)
-        if not isinstance(index_loss, (int, float)) or index_loss < 0:
-            raise ArgumentError("index_loss", "a number ≥ 0", repr(index_loss))
+        check_least("index_loss", index_loss)
         source = dim if self.q_down is None else self.q_proj.in_features
         heads = positive("index_heads", index_heads)
         self.indexer = LightningIndexer(dim, source, heads, index_dim, R, self.rope_base)

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_element
-from ..checks import check_above_zero, is_finite
+from ..checks import check_above_zero, check_share
 from ..choices import Mode, RecurrenceBackend
-from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import gla, hgrn2
 from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, positive, split_heads
@@ -99,8 +98,7 @@ class HGRN2(Layer):
         backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
-        if not is_finite(lower_bound) or not 0 <= lower_bound < 1:
-            raise ArgumentError("lower_bound", "a number in [0, 1)", repr(lower_bound))
+        check_share("lower_bound", lower_bound)
         self.num_heads = max(1, dim // 128) if num_heads is None else num_heads
         self.lower_bound, self.mode, self.backend = lower_bound, mode, backend
         divide("num_heads", dim, self.num_heads)

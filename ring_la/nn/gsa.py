@@ -47,6 +47,7 @@ class GatedSlotAttention(Layer):
         self.K = head_width(dim, num_heads, head_dim)
         check_above_zero("temperature", temperature)
         self.num_heads, self.temperature, self.mode, self.backend = num_heads, temperature, mode, backend
+        self.state_shape = num_heads, 2 * self.K, slots
         self.qkv_proj = nn.Linear(dim, 3 * num_heads * self.K, bias=False)
         self.decay_proj = nn.Linear(dim, num_heads * positive("slots", slots), bias=False)
         self.norm = RMSNorm(num_heads * self.K)

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import by_element
-from ..checks import is_finite
+from ..checks import check_share
 from ..choices import Mode, RecurrenceBackend
-from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import hgrn
 from .layer import Layer, LayerCall, LayerOutput, LayerState, wide
@@ -41,9 +40,9 @@ class HGRN(Layer):
         backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
-        if not is_finite(lower_bound) or not 0 <= lower_bound < 1:
-            raise ArgumentError("lower_bound", "a number in [0, 1)", repr(lower_bound))
+        check_share("lower_bound", lower_bound)
         self.lower_bound, self.mode, self.backend = lower_bound, mode, backend
+        self.state_shape = dim, 1, 1
         self.ifg_proj = nn.Linear(dim, 3 * dim, bias=False)
         self.norm = GatedRMSNorm(dim)
         self.out_proj = nn.Linear(dim, dim, bias=False)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..autograd import outside_graphs
 from ..blockwise import by_block, fixed
-from ..checks import check_flag, check_split, is_floats
+from ..checks import check_flag, check_int, check_split, is_floats, is_int
 from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
@@ -108,6 +108,8 @@ class Layer(nn.Module, ABC):
     same_bits: ClassVar[bool] = False
     """Whether all of `mix` between operators goes through `LayerCall.rows`, so that under a deterministic layout bits
     do not depend on the split; else such a layout is refused. A class with a `mix` of its own says so again."""
+    state_shape: tuple[int, ...] | None = None
+    """Of a document's part of `LayerState.recurrent`, in a layer that takes it apart; None: the recurrence looks."""
     cuts: ClassVar[str] = ""
     """Why no state can be gone on from with the same bits under a deterministic layout, which is then refused."""
     mode: Mode
@@ -212,8 +214,9 @@ class Layer(nn.Module, ABC):
             raise ArgumentError("x", f"a float tensor [B, T, {self.dim}] for {name}", got)
         if x.shape[2] != self.dim:
             raise ArgumentError("x", f"{self.dim} channels last, the dim of this {name}", x.shape[2])
+        documents = x.shape[0]
         if self.needs_runs or not isinstance(layout, ShardedLayout) or layout.has_runs:
-            check_split(x.shape[1], x.shape[0], layout, call.cu_seqlens, x.device)
+            documents = check_split(x.shape[1], x.shape[0], layout, call.cu_seqlens, x.device)
         else:
             layout.require_local("x", x.shape[1])
         if fixed(layout) and not self.same_bits:
@@ -222,19 +225,29 @@ class Layer(nn.Module, ABC):
             raise UnsupportedError("state", f"None under a deterministic layout for {name}", "a state", self.cuts)
         if state is not None and not isinstance(state, self.state_type):
             raise ArgumentError("state", f"a {self.state_type.__name__} or None for {name}", type(state).__name__)
+        if isinstance(state, LayerState):
+            self._check_state(state, documents)
+
+    def _check_state(self, state: LayerState, documents: int) -> None:
+        """Refuse what another layer remembers, or of other documents, as far as the operators do not."""
+        S, seen, shape = state.recurrent, state.length, self.state_shape
+        if shape is not None and not (is_floats(S) and S.shape == (documents, *shape)):
+            expected = f"what {type(self).__name__} remembers of {documents} documents, {[documents, *shape]}"
+            raise ArgumentError("state", expected, describe_tensor(S))
+        if seen is not None and not (isinstance(seen, Tensor) and seen.shape == (documents,)):
+            raise ArgumentError("state", f"the lengths of {documents} documents", describe_tensor(seen))
 
 
 def positive(name: str, value: int) -> int:
     """The value, where it is an int of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(name, "an int ≥ 1", repr(value))
+    check_int(name, value, 1)
     return value
 
 
 def divide(name: str, value: int, heads: int) -> int:
     """``value // heads``, where it divides."""
-    if not isinstance(heads, int) or heads < 1 or value % heads:
-        raise ArgumentError(name, f"a divisor of {value}", heads)
+    if not is_int(heads, 1) or value % heads:
+        raise ArgumentError(name, f"a divisor of {value}", describe_tensor(heads))
     return value // heads
 
 

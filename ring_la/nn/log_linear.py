@@ -32,6 +32,7 @@ class LogLinearMamba2(Mamba2):
     def __init__(self, dim: int, num_heads: int | None = None, *, levels: int = 21, **options: Any) -> None:
         self.levels = positive("levels", levels)
         super().__init__(dim, num_heads, **options)
+        self.state_shape = self.num_heads, self.levels * self.parts[1] // self.groups, self.parts[0] // self.num_heads
         self.level_weight = nn.Parameter(torch.ones(self.num_heads, self.levels))
 
     def more_widths(self, num_heads: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..checks import is_finite
 from ..choices import Mode, RecurrenceBackend
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..recurrences import mamba3, mamba3_mimo
 from .layer import (
     Layer,
@@ -80,6 +80,7 @@ class Mamba3(Layer):
             raise ArgumentError("turned", "a number in (0, 1]", repr(turned))
         self.num_heads, self.groups, self.K, self.mode, self.backend = num_heads, groups, state_dim, mode, backend
         self.rank, self.angles = positive("rank", rank), max(1, int(turned * state_dim) // 2)
+        self.state_shape = num_heads, state_dim, self.V
         inner, shared = num_heads * self.V, rank * groups * state_dim
         self.widths = [inner, inner, shared, shared, num_heads, num_heads, num_heads, self.angles]
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
@@ -148,9 +149,10 @@ class Mamba3(Layer):
     def _parted(self, state: LayerState) -> tuple[Any, ...]:
         """The state as the recurrence has it, views of the layer's."""
         shapes: list[tuple[int, ...]] = [(self.K,), (self.V,), (self.K // 2,)]
-        tail = state.tail
-        assert tail is not None
         if self.rank > 1:
             shapes[0] = (self.rank, self.K)
-        parts = tail.split([self.num_heads * math.prod(shape) for shape in shapes], -1)
+        tail, widths = state.tail, [self.num_heads * math.prod(shape) for shape in shapes]
+        if not isinstance(tail, Tensor) or tail.dim() != 2 or tail.shape[1] != sum(widths):
+            raise ArgumentError("state", f"what Mamba3 remembers, a tail [N, {sum(widths)}]", describe_tensor(tail))
+        parts = tail.split(widths, -1)
         return (state.recurrent, *(t.unflatten(-1, (self.num_heads, *shape)) for t, shape in zip(parts, shapes)))

@@ -57,6 +57,7 @@ class MesaNet(Layer):
         super().__init__(dim)
         self.K, self.num_heads = head_width(dim, num_heads, head_dim), num_heads
         self.steps, self.mode, self.backend = positive("steps", steps), mode, backend
+        self.state_shape = num_heads, self.K, 2 * self.K
         inner = num_heads * self.K
         self.qk_proj, self.v_proj = nn.Linear(dim, 2 * inner, bias=False), nn.Linear(dim, inner, bias=False)
         self.conv = ShortConv(2 * inner, conv_width)

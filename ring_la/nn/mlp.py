@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..blockwise import by_block
+from ..checks import check_int
 from ..context import ShardedLayout
 from ..kernels.fused.swiglu import swiglu
 from ..kernels.tokens.products import PreNorm, added_product, normed_swiglu
@@ -20,6 +21,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
+        for name, width in (("dim", dim), ("hidden", hidden)):
+            check_int(name, width, 1)
         self.up_proj = nn.Linear(dim, 2 * hidden, bias=False)
         self.out_proj = nn.Linear(hidden, dim, bias=False)
 

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_flag, is_finite, is_floats
+from ..autograd import full_precision
+from ..checks import check_flag, check_int, check_least, is_floats
 from ..choices import GroupedBackend
 from ..comm import Pending
 from ..context import ShardedLayout
@@ -87,11 +88,9 @@ class MixtureOfExperts(nn.Module):
             positive(name, width)
         if top_k > experts:
             raise ArgumentError("top_k", f"an int from 1 to experts = {experts}", top_k)
-        if shared_hidden != 0:
-            positive("shared_hidden", shared_hidden)
+        check_int("shared_hidden", shared_hidden, 0)
         for name, coef in (("balance_coef", balance_coef), ("z_coef", z_coef)):
-            if not is_finite(coef) or coef < 0:
-                raise ArgumentError(name, "a number ≥ 0", repr(coef))
+            check_least(name, coef)
         check_flag("renormalize", renormalize)
         check_flag("shared_gate", shared_gate)
         if shared_gate and not shared_hidden:
@@ -146,7 +145,7 @@ class MixtureOfExperts(nn.Module):
         ) -> MoEOutput: ...
 
     def _logits(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             if type(self.router) is not nn.Linear:  # an adapter around it, which computes in its weights' dtype
                 return wide(self.router(x))
             return F.linear(wide(x), wide(self.router.weight))

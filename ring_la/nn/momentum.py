@@ -35,6 +35,7 @@ class MomentumDeltaNet(GatedDeltaNet):
     def make_gates(self) -> None:
         super().make_gates()
         H = self.num_value_heads
+        self.state_shape = H, 2 * self.K, self.V
         self.momentum_proj, self.step_proj = (nn.Linear(self.dim, H, bias=False) for _ in range(2))
         self.momentum_A_log, self.momentum_dt_bias = decay_parameters(H, H)
         self.log_factor = nn.Parameter(torch.empty(H).uniform_(0, 4).log())

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blockwise import AT_ONCE, by_block, by_element, fixed, norm_at_once, over, row_sum
-from ..checks import check_above_zero
+from ..checks import check_above_zero, check_least
 from ..context import ShardedLayout
 from ..conv import short_conv
 from ..errors import ArgumentError
@@ -20,7 +20,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        check_least("eps", eps)
+        self.weight, self.eps = nn.Parameter(torch.ones(positive("dim", dim))), eps
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, eps=self.eps)

@@ -13,7 +13,7 @@ from ..kernels.fused.log_decay import decay_gate
 from ..outputs import LinearAttentionOutput
 from ..recurrences import preconditioned_gated_delta_rule, preconditioned_kda
 from .delta import DeltaLayer, GatedDeltaNet, KimiDeltaAttention, decay_parameters
-from .layer import LayerCall, split_heads, wide
+from .layer import LayerCall, wide
 
 
 class _Preconditioned(DeltaLayer):
@@ -21,6 +21,7 @@ class _Preconditioned(DeltaLayer):
 
     def make_preconditioner(self) -> None:
         heads = self.num_heads
+        self.state_shape = self.num_value_heads, self.K, self.V + 1
         self.seen_decay_proj = nn.Linear(self.dim, heads, bias=False)
         self.seen_rate_proj = nn.Linear(self.dim, heads, bias=False)
         self.seen_A_log, self.seen_dt_bias = decay_parameters(heads, heads)
@@ -63,7 +64,7 @@ class PreconditionedGatedDeltaNet(_Preconditioned, GatedDeltaNet):
 
 class PreconditionedKDA(_Preconditioned, KimiDeltaAttention):
     """Preconditioned KDA (arXiv 2604.21100, as in fla-core 0.6.0): that of `PreconditionedGatedDeltaNet` in
-    `KimiDeltaAttention`, which decays each key channel. Arguments as in `DeltaNet`."""
+    `KimiDeltaAttention`, which decays each key channel; arguments as there."""
 
     def make_gates(self) -> None:
         super().make_gates()
@@ -72,9 +73,7 @@ class PreconditionedKDA(_Preconditioned, KimiDeltaAttention):
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
-        g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
-        g = split_heads(g, self.num_value_heads)
-        return self._run(preconditioned_kda, x, call, q, k, v, g, beta, **keywords)
+        return self._run(preconditioned_kda, x, call, q, k, v, self.decay(x, call), beta, **keywords)
 
 
 @by_element

@@ -43,6 +43,7 @@ class LightNet(Layer):
         self.num_heads = max(1, dim // 128) if num_heads is None else num_heads
         self.V, self.mode, self.backend = divide("num_heads", dim, self.num_heads), mode, backend
         keys = self.num_heads * positive("key_dim", key_dim)
+        self.state_shape = self.num_heads, key_dim, self.V + 1
         self.widths = [keys, keys, dim]
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False)
         rank = positive("gate_rank", gate_rank)
@@ -100,6 +101,7 @@ class ABCAttention(Layer):
         self.K, self.num_heads = head_width(dim, num_heads, head_dim), num_heads
         self.mode, self.backend = mode, backend
         inner = num_heads * self.K
+        self.state_shape = num_heads, 2 * self.K + 1, slots
         self.qkv_proj, self.gate_proj = nn.Linear(dim, 3 * inner, bias=False), nn.Linear(dim, inner, bias=False)
         self.slot_proj = nn.Linear(dim, num_heads * positive("slots", slots), bias=False)
         self.norm = GatedRMSNorm(self.K)

@@ -63,6 +63,7 @@ class TTTLinear(Layer):
         self.mini_batch, self.rate = positive("mini_batch", mini_batch), rate
         check_above_zero("rate", rate)
         self.mode, self.backend = mode, backend
+        self.state_shape = num_heads, 2 * self.K + 2, self.K
         inner = num_heads * self.K
         self.qkvg_proj = nn.Linear(dim, 4 * inner, bias=False)
         self.rate_proj = nn.Linear(dim, num_heads)

@@ -57,6 +57,7 @@ class MLSTM(Layer):
         keys = dim // 2 if key_dim is None else positive("key_dim", key_dim)
         divide("num_heads", keys, num_heads)
         self.num_heads, self.V, self.mode, self.backend = num_heads, V, mode, backend
+        self.state_shape = num_heads, keys // num_heads, V + 2
         self.widths = [keys, keys, num_heads * V, num_heads * V]
         self.qkvo_proj = nn.Linear(dim, sum(self.widths), bias=False)
         self.gates_proj = nn.Linear(dim, 2 * num_heads)

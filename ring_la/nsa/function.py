@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..autograd import traced
-from ..checks import check_offsets, check_scale, is_floats
+from ..checks import check_int, check_offsets, check_scale, is_floats
 from ..choices import AttentionChoice, SoftmaxBackend
 from ..context import ShardedLayout, check_together
 from ..errors import ArgumentError, Facts, UnsupportedError, describe_tensor
@@ -163,6 +163,8 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
             raise ArgumentError(name, "dense float tensors of four dimensions", describe_tensor(x))
         if x.device != q.device:
             raise ArgumentError(name, f"tensors on {q.device}, where q is", x.device)
+    if q.is_meta:
+        raise UnsupportedError("q", "a tensor with values, by which blocks are chosen", "one on the meta device")
     (B, Tq, H, K), (T, Hk), V = q.shape, k[0].shape[1:3], v[0].shape[3]
     if layout is None and not Tq:
         raise ArgumentError("q", "at least one token", list(q.shape))
@@ -202,16 +204,13 @@ def _check_how(layout: object, strategy: object, backend: object) -> None:
 def check_sizes(sizes: Sizes, window: object, scale: object = None) -> None:
     """Refuse sizes that do not fit each other."""
     for name, n in zip(sizes._fields, sizes):
-        least = 0 if name == "initial" else 1
-        if not isinstance(n, int) or n < least:
-            raise ArgumentError(name, f"an int ≥ {least}", repr(n))
+        check_int(name, n, 0 if name == "initial" else 1)
     for name in ("length", "block"):
         if getattr(sizes, name) % sizes.stride:
             raise ArgumentError(name, f"a multiple of stride = {sizes.stride}", getattr(sizes, name))
     if sizes.initial + sizes.local > sizes.topk:
         raise ArgumentError("topk", f"at least initial + local = {sizes.initial + sizes.local}", sizes.topk)
-    if not isinstance(window, int) or window < 0:
-        raise ArgumentError("window", "an int ≥ 0", repr(window))
+    check_int("window", window, 0)
     check_scale(scale)
 
 

@@ -72,6 +72,9 @@ def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, Any])
     if sizes["G"] < 1 or sizes["H"] < 1 or sizes["H"] % sizes["G"]:
         name = next(n for n, (a, _) in present.items() if "H" in a.shape)
         raise ArgumentError(name, f"a number of heads that is a multiple of the {sizes['G']} of keys", sizes["H"])
+    for name, (argument, x) in present.items():
+        if empty := next((letter for letter, n in zip(argument.shape, x.shape) if not n and letter not in "BTV"), None):
+            raise ArgumentError(name, f"{argument} with at least one of {empty}", list(x.shape))
     first = next(x for _, x in present.values())
     for name, (argument, x) in present.items():
         wanted = [sizes[letter] for letter in argument.shape]

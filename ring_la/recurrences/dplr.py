@@ -54,7 +54,7 @@ def rwkv7(
         r, k: ``[B, T, Hk, K]``, receptance and key. v: ``[B, T, H, V]`` with H a multiple of Hk.
         w: log-decay ``[B, T, H, K]``, ≤ 0. a, b: ``[B, T, H, K]``; in the paper ``a = −κ̂`` and ``b = κ̂ ⊙ a``.
         lower_bound: a number that w never falls below, such as the −0.607 of the paper's ``−e^−½ · sigmoid(x)``; None:
-            not known. Kernels that need one of at least −1.86 (bf16, heads of 128, Hopper) are not taken by default
-            yet. Outputs do not depend on it; where gates break the promise they may be NaN.
+            not known. With one of at least −0.639, bf16 (w, too) and heads of 128, Hopper GPUs take faster kernels.
+            Outputs do not depend on it; where gates break the promise they may be NaN.
     """
     return Recurrence(Rule("dplr", "diagonal", lower_bound), Inputs(r, k, v, w, None, a, b), names={"q": "r", "g": "w"})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
-from ..checks import check_flag
+from ..checks import check_flag, check_least
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels import Inputs
 from .arguments import KEY, QUERY, VALUE
@@ -47,8 +47,7 @@ def linear_attention(
         eps: what is added to the denominator.
     """
     check_flag("normalize", normalize)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
-        raise ArgumentError("eps", "a number >= 0", repr(eps))
+    check_least("eps", eps)
     own = _own_normalizer(q, k, normalizer_q, normalizer_k, normalize and not causal)
     if not normalize or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return Recurrence(RULE, Inputs(q, k, v), causal=causal)

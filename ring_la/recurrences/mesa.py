@@ -18,8 +18,8 @@ from torch import Tensor
 from ..autograd import first_derivative_only, traced
 from ..blockwise import by_block, exact_sum, fixed
 from ..blockwise.sums import OF_TOKENS, part_of
+from ..checks import check_int
 from ..context import ShardedLayout
-from ..errors import ArgumentError
 from ..kernels.choice import triton_installed
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
@@ -73,8 +73,7 @@ def mesa_net(
     States are ``(G [N,H,K,K], S [N,H,K,V])``. On one CUDA device all steps are one kernel (K up to 128); elsewhere each
     is a call of linear attention, and on a split sequence an exchange.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError("steps", "an int ≥ 1", repr(steps))
+    check_int("steps", steps, 1)
     G, S = (None, None) if options.initial_state is None else options.initial_state
     heads, scale = v.shape[2], float(options.scale)  # type: ignore[arg-type]
     wide, same_bits = state_dtype_of({"k": k}), fixed(options.layout)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..blockwise import by_block
+from ..checks import is_finite
+from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
 from ..kernels.fused.precondition import can_precondition, precondition
 from ..outputs import LinearAttentionOutput
@@ -63,6 +65,8 @@ class Preconditioner(NamedTuple):
 
 def _preconditioned(inputs: Inputs, by: Preconditioner, options: CommonOptions) -> LinearAttentionOutput:
     q, k, v, g, beta, *_ = inputs
+    if not is_finite(by.base) or by.base <= 1:
+        raise ArgumentError("base", "a finite number above 1", describe_tensor(by.base))
     S, A = (None, None) if options.initial_state is None else options.initial_state
     heads, layout = v.shape[2], options.layout
     alone = layout is None and options.backend in (None, "triton")

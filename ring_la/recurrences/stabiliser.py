@@ -103,7 +103,7 @@ class _Pieces:
         self.decay = sums[:, 1:] - sums.index_select(1, cu[:-1]).index_select(1, self.piece)
         self.total = sums.index_select(1, cu[1:]) - sums.index_select(1, cu[:-1])  # [B, pieces, H]
         gap = i - self.decay
-        if T == 0:
+        if not gap.numel():
             self.largest, self.last = gap, gap.new_full((B, cu.numel() - 1, H), -torch.inf)
             return
         step = (gap.amax() - gap.amin() + 1) * self.piece[:, None]  # one maximum, that no earlier piece can hold

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import reference
 from ..blockwise import by_block, fixed
+from ..checks import check_int, check_least, is_int
 from ..errors import ArgumentError, UnsupportedError
 from ..kernels.gradient_steps.mini_batches import mini_batches, unsupported
 from ..linear.in_order import in_order
@@ -79,9 +80,9 @@ def ttt_linear(
     group of heads at a time. Mini-batches of 16, 32 or 64 in bf16 or fp16, K up to 128, go by kernels on CUDA; others
     by PyTorch's operations, in fp32 or wider.
     """
-    if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
-        raise ArgumentError("mini_batch", "an int ≥ 1", repr(mini_batch))
-    if isinstance(first, list) or not all(isinstance(n, int) and n >= 0 for n in _each(first)):
+    check_int("mini_batch", mini_batch, 1)
+    check_least("eps", eps)
+    if isinstance(first, list) or not all(is_int(n, 0) for n in _each(first)):
         raise ArgumentError("first", "an int ≥ 0, or a tuple of them", repr(first))
     B, _, H, K = q.shape
     scale = float(options.scale)  # type: ignore[arg-type]

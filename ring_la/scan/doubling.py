@@ -26,13 +26,13 @@ class Doubling(Stepped):
     name = "doubling"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
-        return self._cost(chain, like, sum(sizes(like)), 0, 2)
+        return self._cost(chain, sum(sizes(like)), 0, 2)
 
     def cost_back(self, chain: Chain, like: Affine) -> Cost:
-        return self._cost(chain, like, sizes(like)[0], 2, 0)
+        return self._cost(chain, sizes(like)[0], 2, 0)
 
     @staticmethod
-    def _cost(chain: Chain, like: Affine, size: int, applied: int, composed: int) -> Cost:
+    def _cost(chain: Chain, size: int, applied: int, composed: int) -> Cost:
         """`size` bytes of a map are sent; maps applied and composed for each that is received."""
         rounds, received, slots = [], dict.fromkeys(chain.owners, 0), chain.slots()
         for distance, receivers in _rounds(chain):

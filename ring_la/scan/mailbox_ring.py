@@ -103,9 +103,7 @@ class DenseMaps(NamedTuple):
     through: tuple[Tensor, Tensor] | None = None
 
 
-def steps(
-    chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
-) -> Iterator[None]:
+def steps(chain: Chain, links: Sequence[Link], group: Group, result: list[Tensor | None]) -> Iterator[None]:
     """Walk the owned links in chain order: `Ring._steps` without a message of its own for each hop."""
     left: Tensor | None = None
     for slot, (i, link) in enumerate(zip(chain.local(group.rank), links)):

@@ -51,7 +51,7 @@ class Ring:
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)
         if self.mailboxes and mailbox_ring.carries(group, like):
-            return Steps(mailbox_ring.steps(chain, links, like, group, result), result, links, group)
+            return Steps(mailbox_ring.steps(chain, links, group, result), result, links, group)
         return Steps(self._steps(chain, links, group, result), result, links, group)
 
     def start_back(

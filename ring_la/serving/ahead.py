@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..capture import CapturedStep
+from ..capturing import CapturedStep
 
 
 def goes_ahead(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..blockwise import BLOCK
+from ..checks import check_kind
 from ..context import ContextParallel
 from ..errors import ArgumentError
 from ..inference import BlockReader, Prefilled
@@ -34,6 +35,7 @@ class HybridByBlock(Hybrid):
     flexible = resumes = goes_on = False
 
     def __init__(self, model: HybridLM, cp: ContextParallel) -> None:
+        check_kind("cp", cp, ContextParallel)
         if not cp.deterministic:
             raise ArgumentError("cp", "one with deterministic=True", repr(cp))
         super().__init__(model)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 
+from ..checks import check_int, is_int
 from ..errors import ArgumentError, describe_tensor
 from .completion import Request
 from .model import Served
-from .text import Text
+from .text import Text, check_stop
 from .tiers import Keep
 
 
@@ -31,13 +32,12 @@ class Capacity:
 
     def __post_init__(self) -> None:
         for name, value, least in (("batch", self.batch, 1), ("waiting", self.waiting, 1)):
-            if not isinstance(value, int) or value < least:
-                raise ArgumentError(name, f"an int ≥ {least}", repr(value))
+            check_int(name, value, least)
         for name, value in (("max_tokens", self.max_tokens), ("room", self.room), ("piece", self.piece)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and not is_int(value, 1):
                 raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
         self.keep.checked()
-        if not isinstance(self.patience, (int, float)) or not self.patience >= 0:
+        if not isinstance(self.patience, (int, float)) or isinstance(self.patience, bool) or not self.patience >= 0:
             raise ArgumentError("patience", "a number ≥ 0", repr(self.patience))
 
     def of(self, model: Served) -> Capacity:
@@ -71,8 +71,7 @@ class Capacity:
         if self.max_tokens is not None and request.total > self.max_tokens:
             expected = f"at most {self.max_tokens} tokens together with max_tokens"
             raise ArgumentError("prompt", expected, f"{len(ids)} + {request.max_tokens}")
-        if not isinstance(request.stop, (tuple, list)) or not all(isinstance(s, str) and s for s in request.stop):
-            raise ArgumentError("stop", "a tuple of strings, none of them empty", repr(request.stop))
+        check_stop(request.stop)
         if request.stop and not text.has_text:
             raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
         request.sampler(None)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import check_has, check_kind
+from ..errors import ArgumentError, describe_tensor
 from ..inference import Sampler
 from .sampling import Chooser, Said
 from .text import Stream
@@ -115,6 +117,10 @@ class Completion:
     """
 
     def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
+        check_kind("request", request, Request)
+        check_has("prompt", request.ids, ("__len__", "__iter__"), "token ids, ints")
+        if not callable(emit):
+            raise ArgumentError("emit", "a function of an Event", describe_tensor(emit))
         self.request, self.emit = request, emit
         self.reused = self.decoded = 0
         self.cancelled = self.over = False  # over: its end was told

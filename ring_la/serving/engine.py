@@ -20,13 +20,14 @@ from __future__ import annotations
 import threading
 import time
 
+from ..checks import check_flag, check_has, check_kind
 from ..context import ContextParallel
 from ..errors import ArgumentError, PeerError
 from .batch import NOBODY, Row
 from .capacity import Capacity
 from .completion import Completion, Failed, Stopped
 from .decoding import Decoding, fail_all
-from .model import Served
+from .model import Served, check_served
 from .pace import Pace
 from .prefixes import Prefixes
 from .prompts import Prompts, Reading
@@ -75,6 +76,10 @@ class Engine:
         patience: float = 5.0,
         capture: bool = False,
     ) -> None:
+        check_served(model)
+        check_has("text", text, ("end", "has_text", "encode", "chat", "decoder", "token"), "a Text, such as NoText()")
+        check_kind("cp", cp, ContextParallel, optional=True)
+        check_flag("capture", capture)
         capacity = Capacity(
             max_tokens=max_tokens,
             room=room,
@@ -135,6 +140,7 @@ class Engine:
             ArgumentError: one cannot be completed, by the argument's name. Busy: not now.
         """
         for i, job in enumerate(jobs):
+            check_kind("jobs", job, Completion)
             if job.stream is not None or job in jobs[:i]:
                 raise ArgumentError("jobs", "requests of which each is submitted once", "one that was before")
             self._capacity.check(job.request, self.model, self.text)

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 
+from ..checks import check_kind
 from ..context import ContextParallel
 from .engine import Engine
 
@@ -34,6 +35,8 @@ class Lookout:
     """
 
     def __init__(self, engine: Engine, cp: ContextParallel | None) -> None:
+        check_kind("engine", engine, Engine)
+        check_kind("cp", cp, ContextParallel, optional=True)
         self._engine = engine
         self._leaves = threading.Event()
         self._comm = None if cp is None or cp.size == 1 else cp.comm

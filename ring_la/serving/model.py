@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_has, check_kind
 from ..choices import LayoutKind
 from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import KeyStore, Prefilled, key_store, prefill, step
 from ..inference.sharded_hybrid import HybridWeights
 from ..models import HybridLM
+from ..models.checks import check_model
 from ..nn import KVCache, Layer
 from ..nn.decoding import KeyedLayer
 from .tiers import Home
@@ -64,6 +66,12 @@ class Served(Protocol):
         """Whether every rank reads all of a piece after `earlier` tokens, of which a layout gives ranks `lengths`."""
 
 
+def check_served(model: object) -> None:
+    """Refuse what is no `Served`."""
+    wanted = ("read", "step", "home", "whole", *Served.__annotations__)
+    check_has("model", model, wanted, "a model to serve, such as Hybrid(model) or what load gives")
+
+
 def keys_stay(shares_keys: bool, cp: ContextParallel | None) -> bool:
     """Whether keys stay on the rank that reads them, and all ranks decode. Not where bits are to be those of any number
     of ranks: what these attend to is merged, and rounding goes by their number."""
@@ -81,6 +89,8 @@ class Hybrid:
     max_tokens = None
 
     def __init__(self, model: HybridLM, weights: HybridWeights | None = None) -> None:
+        check_model(model)
+        check_kind("weights", weights, HybridWeights, optional=True)
         self.model = model.eval()
         self._weights, self.shares_weights = weights, weights is not None
         self.vocab_size = model.config.vocab_size

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import check_kind
 from ..comm import Group
 from ..context import ContextParallel
 from ..errors import ArgumentError
@@ -88,6 +89,7 @@ class Ranks:
     """
 
     def __init__(self, cp: ContextParallel | None) -> None:
+        check_kind("cp", cp, ContextParallel, optional=True)
         self.comm: Group | None = None
         self._came = DONE  # what came of what was done last, where it is compared with the next word
         self._spoken = time.monotonic()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import is_finite, is_int
 from ..errors import ArgumentError
 from ..inference import Sampler
 from .ahead import OnTheWay
@@ -47,9 +48,9 @@ class Chooser:
 
     def __post_init__(self) -> None:
         for name, value in (("presence_penalty", self.presence), ("frequency_penalty", self.frequency)):
-            if not isinstance(value, (int, float)) or value != value:
-                raise ArgumentError(name, "a number", repr(value))
-        if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
+            if not is_finite(value):
+                raise ArgumentError(name, "a finite number", repr(value))
+        if self.logprobs is not None and not is_int(self.logprobs, 0):
             raise ArgumentError("logprobs", "an int ≥ 0 or None", repr(self.logprobs))
         self._penalised = bool(self.presence or self.frequency)
         self._bias: tuple[Tensor, Tensor] | None = None

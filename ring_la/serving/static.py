@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Buckets
-from ..capture import CapturedStep, capture
+from ..capturing import Buckets, CapturedStep, capture
 from ..context import ContextParallel
 from ..errors import UnsupportedError
 from ..inference import KeySize, LayerKeys, Prefilled, Sampler

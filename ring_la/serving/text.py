@@ -10,7 +10,8 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ..errors import UnsupportedError
+from ..checks import check_int, is_int
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 
 
 class Decoder(Protocol):
@@ -58,13 +59,26 @@ class Text(Protocol):
         """A token alone, in a way that tells it from others; its bytes if they are known."""
 
 
+def checked_end(end: object) -> frozenset[int]:
+    """The tokens that end a text, after refusing what are none."""
+    if not isinstance(end, (set, frozenset)) or not all(is_int(token, 0) for token in end):
+        raise ArgumentError("end", "a set of token ids", repr(end))
+    return frozenset(end)
+
+
+def check_stop(stop: object) -> None:
+    """Refuse what are no strings that end a text."""
+    if not isinstance(stop, (tuple, list)) or not all(isinstance(s, str) and s for s in stop):
+        raise ArgumentError("stop", "a tuple of strings, none of them empty", repr(stop))
+
+
 class NoText:
     """Token ids only: what a model without a tokenizer takes and gives."""
 
     has_text = False
 
     def __init__(self, end: frozenset[int] = frozenset()) -> None:
-        self.end = end
+        self.end = checked_end(end)
 
     def encode(self, text: str) -> list[int]:
         hint = "The model has no tokenizer; a vocabulary of 256 or 257 tokens is taken for bytes"
@@ -99,7 +113,8 @@ class Bytes:
     has_text = True
 
     def __init__(self, vocab_size: int, end: frozenset[int] = frozenset()) -> None:
-        self.end = end or frozenset({256} if vocab_size > 256 else ())
+        check_int("vocab_size", vocab_size, 1)
+        self.end = checked_end(end) or frozenset({256} if vocab_size > 256 else ())
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -145,7 +160,10 @@ class Subwords:
         end: frozenset[int],
         template: Callable[[Messages], list[int]] | None = None,
     ) -> None:
-        self.encode, self.decode, self.end, self._template = encode, decode, end, template
+        for name, given in (("encode", encode), ("decode", decode), ("template", template)):
+            if not callable(given) and not (given is None and name == "template"):
+                raise ArgumentError(name, "a function", describe_tensor(given))
+        self.encode, self.decode, self.end, self._template = encode, decode, checked_end(end), template
 
     def chat(self, messages: Messages) -> Turn:
         if self._template is None:
@@ -197,6 +215,7 @@ class Stream:
     """
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+        check_stop(stop)
         self.stopped = False
         self._decoder, self._stop, self._held = decoder, tuple(stop), ""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_path, is_int
 from ..errors import ArgumentError, require
 from ..inference import KeyRows, KeyStore, LayerKeys, Prefilled
 from ..nn.decoding import KeyedLayer
@@ -35,11 +36,12 @@ class Keep(NamedTuple):
     def checked(self) -> Keep:
         """These, if they make sense. Raises ArgumentError or UnsupportedError."""
         for name, value in (("device", self.device), ("host", self.host), ("disk", self.disk)):
-            if not isinstance(value, int) or value < 0:
+            if not is_int(value, 0):
                 raise ArgumentError("keep", f"bytes on the {name}, an int ≥ 0", repr(value))
         if bool(self.disk) != (self.folder is not None):
             raise ArgumentError("keep", "a folder where there are bytes on disk, else none", self)
         if self.disk:
+            check_path("keep", self.folder)
             require("safetensors", "keep", "prompts on disk")
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from ..checks import check_int
 from ..errors import RingLAError
 from .completion import Completion
 
@@ -21,6 +22,7 @@ class Waiting:
     """A queue of at most so many requests, filled and emptied by several threads."""
 
     def __init__(self, most: int) -> None:
+        check_int("most", most, 1)
         self.most = most
         self._jobs: deque[Completion] = deque()
         self._changed = threading.Condition()

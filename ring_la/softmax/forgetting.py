@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from ..blockwise import by_block
-from ..checks import check_scale, check_split, is_floats
+from ..checks import check_scale, check_split, is_floats, is_int
 from ..choices import SoftmaxBackend
 from ..context import ShardedLayout, check_together
 from ..context.handle import found
@@ -163,7 +163,7 @@ def _check(
         if x.device != q.device:
             raise ArgumentError(name, f"a tensor on {q.device}, where q is", x.device)
     check_scale(scale)
-    if not isinstance(window, int) or isinstance(window, bool) or window < -1:
+    if not is_int(window, -1):
         raise ArgumentError("window", "an int, earlier tokens that a token sees, or −1", repr(window))
     if isinstance(layout, ShardedLayout):
         layout.require_runs("forgetting attention")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import wanting
-from ..checks import check_flag, check_offsets, check_scale, is_finite
+from ..checks import check_flag, check_int, check_least, check_offsets, check_scale, is_finite, is_int
 from ..choices import ChosenChoice, JointPlace, LatentForm
 from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
@@ -65,22 +65,19 @@ def check_options(o: AttentionOptions) -> None:
     """Refuse keywords that are out of range."""
     check_flag("causal", o.causal)
     check_scale(o.scale)
-    if not is_finite(o.softcap) or o.softcap < 0:
-        raise ArgumentError("softcap", "a finite number ≥ 0", repr(o.softcap))
-    pair = isinstance(o.window, (tuple, list)) and len(o.window) == 2 and all(isinstance(w, int) for w in o.window)
-    if not pair or min(o.window) < -1:
+    check_least("softcap", o.softcap)
+    if not isinstance(o.window, (tuple, list)) or len(o.window) != 2 or not all(is_int(w, -1) for w in o.window):
         raise ArgumentError("window", "(left, right), two ints, each −1 or more", repr(o.window))
     if not is_finite(o.dropout_p) or not 0 <= o.dropout_p < 1:
         raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", repr(o.dropout_p))
-    if o.dropout_seed is not None and (not isinstance(o.dropout_seed, int) or not 0 <= o.dropout_seed < 2**63):
+    if o.dropout_seed is not None and (not is_int(o.dropout_seed, 0) or o.dropout_seed >= 2**63):
         raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(o.dropout_seed))
     if o.joint == "rear" and o.causal:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
     if o.strategy not in (None, "chosen", *ATTENTION):
         raise ArgumentError("strategy", f"None, chosen or one of {', '.join(ATTENTION)}", repr(o.strategy))
     check_comm_dtype(o.kv_comm_dtype)
-    if not isinstance(o.block, int) or o.block < 1:
-        raise ArgumentError("block", "an int ≥ 1", repr(o.block))
+    check_int("block", o.block, 1)
     if o.form not in (None, *FORMS):
         raise ArgumentError("form", f"None or one of {', '.join(FORMS)}", repr(o.form))
     if o.backend not in (None, "reference", *BACKENDS, *CHOSEN):

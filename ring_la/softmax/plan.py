@@ -13,14 +13,13 @@ The backward pass starts from the global o and lse, so each block's gradient is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..autograd import bare, first_derivative_only
+from ..autograd import bare, first_derivative_only, full_precision
 from ..choices import LatentForm
 from . import sums
 from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
@@ -70,8 +69,7 @@ class AttentionMoves:
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
         """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
-        device = x.q.device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with full_precision(x.q):
             width = x.value_width
             if self.kv_comm_dtype is not None:
                 x = x._replace(k=pack(x.k, self.kv_comm_dtype), v=pack(x.v, self.kv_comm_dtype))
@@ -93,8 +91,7 @@ class AttentionMoves:
     def attend(self, posted: PostedKeys, q: Tensor, width: int) -> Tensor:
         """o ``[B, T, H, V]`` of this rank's queries over keys that `post` has sent, whose values have `width`
         channels."""
-        device = q.device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with full_precision(q):
             out = Partial((*q.shape[:3], width), q.dtype, q.device)
             posted.attend(q, out)
             return out.result()[0]

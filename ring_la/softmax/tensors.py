@@ -104,8 +104,9 @@ def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
         _check_chosen(x)
     if alibi_slopes is not None:
         B, H = x.q.shape[0], x.q.shape[2]
-        if not isinstance(alibi_slopes, Tensor) or list(alibi_slopes.shape) not in ([H], [B, H]):
-            raise ArgumentError("alibi_slopes", f"[H] = [{H}] or [B, H] = [{B}, {H}]", describe_tensor(alibi_slopes))
+        if not is_floats(alibi_slopes) or list(alibi_slopes.shape) not in ([H], [B, H]):
+            expected = f"a float tensor [H] = [{H}] or [B, H] = [{B}, {H}]"
+            raise ArgumentError("alibi_slopes", expected, describe_tensor(alibi_slopes))
         if alibi_slopes.requires_grad:
             raise UnsupportedError("alibi_slopes", "constants", "a tensor that requires a gradient", "Detach it")
     for name, t in (*x.named(), ("alibi_slopes", alibi_slopes)):

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from ..checks import check_above_zero, is_int
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from .cases import Case, cases
 from .diagnosis import Explanation, examine
@@ -113,6 +114,13 @@ def judge(
     Raises:
         ArgumentError: a bad argument. PeerError: the ranks could not be started.
     """
+    check_above_zero("timeout", timeout)
+    if not is_int(seed):
+        raise ArgumentError("seed", "an int", describe_tensor(seed))
+    if only is not None and (isinstance(only, str) or not isinstance(only, Sequence)):
+        raise ArgumentError("only", "a list of names of cases, or None", describe_tensor(only))
+    if not callable(show):
+        raise ArgumentError("show", "a function of a Finding", describe_tensor(show))
     _check(subject, sizes, ranks)
     findings: list[Finding] = []
     known: dict[str, None] = {}
@@ -129,7 +137,7 @@ def _check(subject: object, sizes: object, ranks: RankPool | None) -> None:
     """Refuse what no rank could be given."""
     if not isinstance(subject, Subject):
         raise ArgumentError("subject", "a Subject", describe_tensor(subject))
-    numbers = isinstance(sizes, Sequence) and sizes and all(isinstance(n, int) and n >= 1 for n in sizes)
+    numbers = isinstance(sizes, Sequence) and sizes and all(is_int(n, 1) for n in sizes)
     if not numbers:
         raise ArgumentError("sizes", "numbers of ranks, each an int ≥ 1", repr(sizes))
     for name, part in (("run", subject.run), *(("kinds", kind) for kind in subject.kinds)):

@@ -87,7 +87,7 @@ class Processes:
         self._processes, self._pipes, self._stacks = [], [], []
 
     def _start(self) -> None:
-        spawn, port = multiprocessing.get_context("spawn"), _free_port()
+        spawn, port = multiprocessing.get_context("spawn"), free_port()
         for rank in range(self.size):
             here, there = spawn.Pipe()
             handle, stack = tempfile.mkstemp(prefix="ring_la-rank-")
@@ -136,7 +136,8 @@ class Processes:
             return file.read()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody has, as far as is known."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..context import ContextParallel
 from ..errors import ArgumentError, describe_tensor
+from ..layout import KINDS
 from ..outputs import LinearAttentionOutput
 from ..recurrences.composed import parts_of
 from ..recurrences.definition import Definition
@@ -120,10 +121,10 @@ def check_recurrence(
     """
     if not isinstance(definition := getattr(function, "definition", None), Definition):
         raise ArgumentError("function", "one that ring_la.define.recurrence made", describe_tensor(function))
-    documents, bad = tuple(documents), []
-    for name in documents:
-        if name not in DOCUMENTS:
-            raise ArgumentError("documents", f"names out of {', '.join(DOCUMENTS)}", repr(name))
+    documents, bad = _names("documents", documents, DOCUMENTS), []
+    kinds, scans = _names("kinds", kinds, KINDS), _names("scans", scans, STRATEGIES)
+    if dtype not in [*TOLERANCE]:
+        raise ArgumentError("dtype", f"one of {', '.join(map(str, TOLERANCE))}", repr(dtype))
     for name in documents:
         truth = Truth(definition, name, dtype)
         for case, found in _cases(function, truth, group, kinds, scans):
@@ -131,6 +132,14 @@ def check_recurrence(
     if group is None:
         bad += _handed_over(function, definition)
     assert not bad, f"{definition.name}, errors above {TOLERANCE[dtype]:g}: " + "; ".join(bad[:12])
+
+
+def _names(argument: str, given: object, known: Iterable[str]) -> tuple[str, ...]:
+    """The names, after refusing what are none of those known."""
+    out = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+    if out is None or not all(name in [*known] for name in out):
+        raise ArgumentError(argument, f"a list of names out of {', '.join(known)}", repr(given))
+    return out
 
 
 def _cases(

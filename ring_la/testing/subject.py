@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import check_above_zero, check_flag, check_int
 from ..errors import ArgumentError, RingLAError
 from ..layout import KINDS
 from .operations import OPERATIONS, find
@@ -91,16 +92,24 @@ class Subject:
 
     def __post_init__(self) -> None:
         find(self.operation)
-        if self.dtype not in TOLERANCE:
+        for name in ("heads", "key_dim", "value_dim", "tokens", "unit"):
+            check_int(name, getattr(self, name), 1)
+        check_flag("states", self.states)
+        if self.tolerance is not None:
+            check_above_zero("tolerance", self.tolerance)
+        if not isinstance(self.options, (tuple, list)) or not all(isinstance(o, Mapping) for o in self.options):
+            raise ArgumentError("options", "a tuple of mappings of keywords", repr(self.options))
+        if self.dtype not in [*TOLERANCE]:
             raise ArgumentError("dtype", f"one of {', '.join(map(str, TOLERANCE))}", self.dtype)
         if self.shared_gradients not in ("part", "whole"):
             raise ArgumentError("shared_gradients", '"part" or "whole"', repr(self.shared_gradients))
         if self.heads % 2:
             raise ArgumentError("heads", "an even number, since groups of two are tried", self.heads)
-        if not self.kinds:
+        several = isinstance(self.kinds, (tuple, list))
+        if several and not self.kinds:
             raise ArgumentError("kinds", "at least one way to split", self.kinds)
-        for kind in [self.kinds] if isinstance(self.kinds, str) else self.kinds:
-            if isinstance(self.kinds, str) or not (callable(kind) or kind in KINDS):
+        for kind in self.kinds if several else [self.kinds]:
+            if not several or not (callable(kind) or kind in KINDS):
                 raise ArgumentError(
                     "kinds", f"a tuple of names out of {', '.join(KINDS)}, or functions", repr(self.kinds)
                 )

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..checks import check_int, is_int
 from ..choices import LayoutKind
 from ..errors import ArgumentError
 from ..layout import Layout
-from .data import Corpus, at_least, check_data, shuffled
+from .data import Corpus, check_data, shuffled
 from .flops import Work, pairs
 
 TRIED = 16
@@ -177,8 +178,8 @@ class BalancedSequences(Dataset):
     ) -> None:
         check_data(corpus, seq_len, seed, max_document, begin)
         for name, value in (("replicas", replicas), ("ranks", ranks), ("pool", pool)):
-            at_least(name, value, 1)
-        if not isinstance(sequences, int) or sequences < 1 or sequences % replicas:
+            check_int(name, value, 1)
+        if not is_int(sequences, 1) or sequences % replicas:
             raise ArgumentError("sequences", f"a multiple of replicas = {replicas}", repr(sequences))
         if not callable(work) or not 0 <= work(seq_len) < math.inf:
             raise ArgumentError("work", "what a document of so many tokens costs, such as a Work", repr(work))

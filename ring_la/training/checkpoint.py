@@ -12,7 +12,7 @@ import io
 import re
 import shutil
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,8 +24,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
 
-from ..checks import check_flag
+from ..checks import check_flag, check_int, check_kind, check_path
 from ..comm.members import JobStore, Members
 from ..comm.watch import PeerWatch
 from ..errors import ArgumentError, DisagreementError, PeerError, RingLAError, describe_tensor
@@ -45,13 +46,11 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, background: bool = True, frozen: bool = True) -> None:
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise ArgumentError("keep", "an int ≥ 1", repr(keep))
-        if not isinstance(folder, (str, Path)):
-            raise ArgumentError("folder", "a str or a Path", repr(folder))
+        check_int("keep", keep, 1)
+        folder = check_path("folder", folder)
         check_flag("background", background)
         check_flag("frozen", frozen)
-        self.folder, self.keep, self.background = Path(folder), keep, background
+        self.folder, self.keep, self.background = folder, keep, background
         self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
         self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
         self._writing: tuple[Future, Path] | None = None
@@ -70,7 +69,7 @@ class Checkpoints:
                 steps, or one refuses.
         """
         self.wait()
-        self._agree(step, progress)
+        self._agree(step, lambda: _check(step, progress, model, optimizer))
         parameters, states = get_state_dict(model, optimizer, options=self._options)
         told = {"step": step, GIVEN: (progress,)}  # a tuple: torch takes dicts apart, and does not put them together
         state = {"model": parameters, "optimizer": states, "progress": told}
@@ -85,11 +84,11 @@ class Checkpoints:
             dcp.save(state, checkpoint_id=where, process_group=self._group)
         self._tidy()
 
-    def _agree(self, step: int, progress: dict[str, Any]) -> None:
+    def _agree(self, step: int, check: Callable[[], None]) -> None:
         """Refuse on all ranks what would leave a checkpoint that nobody can read: parts of it in several folders."""
         error = None
         try:
-            _check(step, progress)
+            check()
         except ArgumentError as e:
             error = e
         said: list[Any] = [None] * len(self._members.global_ranks)
@@ -116,6 +115,7 @@ class Checkpoints:
         Raises:
             ArgumentError: no complete checkpoint of `step`, or one of a model that has more.
         """
+        _check_parts(model, optimizer)
         steps: list[int | None] = [max(self.steps(), default=None)]
         with self._named("reading a checkpoint"):
             dist.broadcast_object_list(steps, src=0, group=self._group)  # what rank 0 sees counts
@@ -196,10 +196,17 @@ def _step_of(folder: Path) -> int | None:
     return int(named[1]) if named else None
 
 
-def _check(step: object, progress: object) -> None:
-    """Refuse what is no step, and a progress that could not be read again."""
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ArgumentError("step", "an int ≥ 0", describe_tensor(step))
+def _check_parts(model: object, optimizer: object) -> None:
+    """Refuse what is no model, and what are no optimizers."""
+    check_kind("model", model, nn.Module)
+    for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        check_kind("optimizer", one, Optimizer)
+
+
+def _check(step: object, progress: object, model: object, optimizer: object) -> None:
+    """Refuse what is no step, a progress that could not be read again, and what is no part of a run."""
+    check_int("step", step, 0)
+    _check_parts(model, optimizer)
     if not isinstance(progress, dict):
         raise ArgumentError("progress", "a dict", describe_tensor(progress))
     for name, value in progress.items():

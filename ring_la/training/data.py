@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..checks import check_int, check_kind, check_path, is_int
 from ..errors import ArgumentError, describe_tensor, require
 
 TEXT = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".html", ".tex", ".c", ".h", ".cpp", ".cu", ".rs", ".go"}
@@ -86,7 +87,7 @@ class Corpus:
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        folder = Path(folder)
+        folder = check_path("folder", folder)
         self.key = folder.name
         try:
             about = json.loads((folder / "corpus.json").read_text())
@@ -98,7 +99,9 @@ class Corpus:
             raise ArgumentError("folder", expected, f"{folder} ({type(error).__name__}: {error})") from error
 
     @staticmethod
-    def prepare(source: str, cache: str, tokenizer: str = "bytes", text_column: str = "text") -> Path:
+    def prepare(
+        source: str | os.PathLike, cache: str | os.PathLike, tokenizer: str = "bytes", text_column: str = "text"
+    ) -> Path:
         """The folder below `cache` with the tokens of `source`, made if it is not there. One process calls it.
 
         Args:
@@ -108,10 +111,13 @@ class Corpus:
         Raises:
             ArgumentError: nothing to read.
         """
+        cache = check_path("cache", cache)
+        for name, value in (("tokenizer", tokenizer), ("text_column", text_column)):
+            check_kind(name, value, str)
         files = find(source)
         seen = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         key = hashlib.sha256(json.dumps([seen, tokenizer, text_column]).encode()).hexdigest()[:16]
-        folder = Path(cache) / key
+        folder = cache / key
         if (folder / "corpus.json").exists():
             return folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,14 +134,14 @@ class Corpus:
         (folder / "offsets.bin").write_bytes(torch.tensor(offsets, device="cpu").numpy().tobytes())
         about = {"vocab_size": coder.vocab_size, "documents": len(offsets) - 1, "tokens": offsets[-1]}
         partial = folder / "corpus.json.part"
-        partial.write_text(json.dumps(about | {"source": source, "tokenizer": tokenizer}))
+        partial.write_text(json.dumps(about | {"source": str(source), "tokenizer": tokenizer}))
         partial.rename(folder / "corpus.json")  # last and at once: a folder with it is whole
         return folder
 
 
-def find(source: str) -> list[Path]:
+def find(source: str | os.PathLike) -> list[Path]:
     """The files of a source, in the order of their names."""
-    path = Path(source)
+    path = check_path("source", source)
     if path.is_file():
         return [path]
     files = (
@@ -193,22 +199,15 @@ def shuffled(n: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(n, generator=generator, device="cpu")
 
 
-def at_least(name: str, value: object, least: int, of: str = "") -> None:
-    """Refuse what is no int of at least so many."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(name, f"an int ≥ {least}{of}", describe_tensor(value))
-
-
 def check_data(corpus: object, seq_len: object, seed: object, max_document: object, begin: object) -> None:
     """Refuse what documents cannot be packed by."""
-    if not isinstance(corpus, Corpus):
-        raise ArgumentError("corpus", "a Corpus", type(corpus).__name__)
-    at_least("seq_len", seq_len, 2, " (tokens)")
+    check_kind("corpus", corpus, Corpus)
+    check_int("seq_len", seq_len, 2, " (tokens)")
     if max_document is not None:
-        at_least("max_document", max_document, 2, " (tokens)")
-    if not isinstance(seed, int):
-        raise ArgumentError("seed", "an int", repr(seed))
-    at_least("begin", begin, 0)
+        check_int("max_document", max_document, 2, " (tokens)")
+    if not is_int(seed):
+        raise ArgumentError("seed", "an int", describe_tensor(seed))
+    check_int("begin", begin, 0)
 
 
 class PackedSequences(Dataset):
@@ -277,8 +276,9 @@ def batches(
         ("replicas", replicas, 1),
         ("workers", workers, 0),
     ):
-        at_least(name, value, least)
-    if not isinstance(replica, int) or not 0 <= replica < replicas:
+        check_int(name, value, least)
+    check_kind("sequences", sequences, Dataset)
+    if not is_int(replica, 0) or replica >= replicas:
         raise ArgumentError("replica", f"0 ≤ replica < replicas = {replicas}", repr(replica))
     first = [(s * replicas + replica) * size for s in range(steps)]
     indices = [n + j for n in first for j in range(size)]

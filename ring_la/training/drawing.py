@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import ArgumentError
 from ..models import HybridLM
 from ..models.block import ResidualBlock
+from ..models.checks import check_model
 from ..nn import RMSNorm
 
 
@@ -28,6 +29,7 @@ def draw_hybrid(model: HybridLM, device: torch.device | str) -> HybridLM:
     Raises:
         ArgumentError: a model that has weights.
     """
+    check_model(model)
     if not all(p.is_meta for p in model.parameters()):
         raise ArgumentError("model", 'one made under torch.device("meta")', "one with weights")
     c = model.config

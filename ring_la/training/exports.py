@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks import check_path
 from ..errors import ArgumentError, UnsupportedError, require
 from . import stored
 
@@ -53,7 +54,7 @@ def export(
     Raises:
         ArgumentError: by name. UnsupportedError: safetensors or transformers is not installed.
     """
-    run, out = Path(run), Path(out)
+    run, out = check_path("run", run), check_path("out", out)
     if dtype not in DTYPES:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
     if out.is_file() or (out.is_dir() and any(out.iterdir())):

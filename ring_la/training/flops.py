@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checks import check_least
+from ..errors import ArgumentError, describe_tensor
 from ..models import HybridConfig, HybridLM
 from ..nn import (
     LAYERS,
@@ -154,6 +156,10 @@ class Work:
     token: float = 1.0
     pair: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name, value in (("token", self.token), ("pair", self.pair)):
+            check_least(name, value)
+
     def __call__(self, length: int) -> float:
         """Of one causal document."""
         return self.token * length + self.pair * pairs(length)
@@ -167,6 +173,8 @@ def pairs(length: int, window: int = -1) -> int:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOPs a second of this device; None if it is not in the table."""
+    if not isinstance(device, torch.device):
+        raise ArgumentError("device", "a torch.device", describe_tensor(device))
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
-from ..errors import ArgumentError, UnsupportedError
+from ..checks import check_flag, check_int, check_kind, is_int
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 
 AXES = ("data", "fsdp", "context")
 
@@ -45,6 +46,7 @@ class TrainingMesh:
         Raises:
             ArgumentError: the axes do not multiply to the number of ranks.
         """
+        check_kind("device_type", device_type, str)
         data, fsdp, context = axis_sizes(dist.get_world_size(), data=data, fsdp=fsdp, context=context)
         axes = init_device_mesh(device_type, (data, fsdp, context), mesh_dim_names=AXES)
         parameters = init_device_mesh(device_type, (data, fsdp * context), mesh_dim_names=("data", "shard"))
@@ -78,7 +80,8 @@ def axis_sizes(ranks: int, *, data: int = 1, fsdp: int = 1, context: int = -1) -
     """
     sizes = [data, fsdp, context]
     named = ", ".join(f"{name}={n}" for name, n in zip(AXES, sizes))
-    if sizes.count(-1) > 1 or any(not isinstance(n, int) or (n < 1 and n != -1) for n in sizes):
+    check_int("ranks", ranks, 1)
+    if sizes.count(-1) > 1 or any(not is_int(n) or (n < 1 and n != -1) for n in sizes):
         raise ArgumentError("data, fsdp, context", "sizes ≥ 1, one of them −1 at most", named)
     known = 1
     for n in sizes:
@@ -115,6 +118,12 @@ def shard_parameters(
         ArgumentError: a module that is no part of `model`, or what is no mesh or dtype. UnsupportedError: a context
             rank without an expert, whose parts FSDP2 gives another shape.
     """
+    check_kind("model", model, nn.Module)
+    check_flag("average", average)
+    for name, given in (("blocks", blocks), ("methods", methods), ("experts", experts)):
+        if isinstance(given, str) or (not isinstance(given, Iterable) and not (given is None and name == "blocks")):
+            what = "names of methods" if name == "methods" else "modules"
+            raise ArgumentError(name, f"a list of {what}", describe_tensor(given))
     if blocks is None and not hasattr(model, "blocks"):
         raise ArgumentError("blocks", f"modules of {type(model).__name__}, which has no `blocks`", None)
     own: Any = model

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_int
 from ..errors import ArgumentError
 
 
@@ -46,8 +47,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         for name, value in (("in_flight", in_flight), ("least", least), ("ahead", ahead)):
             if not isinstance(value, (int, float)) or not value >= 0:
                 raise ArgumentError(name, "a number ≥ 0", repr(value))
-        if not isinstance(ahead, int):
-            raise ArgumentError("ahead", "an int", repr(ahead))
+        check_int("ahead", ahead, 0)
         self.in_flight, self.least, self.ahead = in_flight, least, ahead
         self.moved = self.most_in_flight = 0
         self._waiting: deque[_Kept] = deque()

@@ -58,6 +58,10 @@ BAD_OF_THEIR_OWN = [
     ("lightning_attention", dict(layer_idx=1, num_layers=2), "layer_idx"),
     ("retention", dict(g=torch.zeros(4, dtype=torch.int64)), "g"),
     ("hgrn2", dict(q=torch.zeros(1, 8, 2, 6, dtype=torch.bool)), "q"),
+    *(("linear_attention", dict(normalize=True, eps=e), "eps") for e in (-1.0, float("inf"), "x")),
+    *(("ttt_linear", dict(eps=e), "eps") for e in (None, -1.0, float("nan"))),
+    ("ttt_linear", dict(first=True), "first"),
+    *((f"preconditioned_{r}", dict(base=b), "base") for r in ("kda", "gated_delta_rule") for b in (None, 0.5, "x")),
     ("mamba2", dict(dt_softplus="no"), "dt_softplus"),
     ("mamba2", dict(x=torch.zeros(1, 8, 4, 5).to(torch.float8_e5m2)), "x"),
     *(("mamba2", {n: torch.zeros(4, device="meta")}, n) for n in ("A", "D", "dt_bias")),
@@ -83,6 +87,23 @@ def test_sparse_tensors_and_no_heads_are_named(function):
         none = tensors[name].narrow(definition.arguments[name].shape.index("H"), 0, 0)
         with pytest.raises(ring_la.ArgumentError, match=r"^\w+: expected .+, got .+"):
             getattr(ring_la, function)(**(given | {name: none}))
+
+
+@pytest.mark.parametrize("function", [*RECURRENCES, *COMPOSED])
+def test_no_channels_are_named_and_no_rows_are_a_batch(function):
+    definition, given = getattr(ring_la, function).definition, make_inputs(function, 2, 5)
+    tensors = {n: t.detach() for n, t in given.items() if isinstance(t, Tensor)}
+    arguments = {n: definition.arguments[n] for n in tensors}
+
+    def without(letter: str) -> dict[str, Tensor]:
+        found = {n: a.shape.index(letter) for n, a in arguments.items() if letter in a.shape}
+        return {n: tensors[n].narrow(dim, 0, 0) for n, dim in found.items()}
+
+    for letter in {letter for a in arguments.values() for letter in a.shape} - set("BTGHV"):
+        with pytest.raises(ring_la.ArgumentError, match=r"^\w+: expected .+, got .+"):
+            getattr(ring_la, function)(**(given | without(letter)))
+    o = getattr(ring_la, function)(**(given | without("B"))).o
+    assert o.shape[:2] == (0, 5)
 
 
 @pytest.mark.parametrize(

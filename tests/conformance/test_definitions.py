@@ -104,7 +104,7 @@ def test_what_is_wrong_with_a_description_is_named():
             paper="none", arguments=declared | {"s": Argument("BTH", "rates")}
         )(sink),
         "s: expected an Argument": lambda: recurrence(paper="none", arguments=declared | {"s": Argument("bth")})(sink),
-        "documents: expected names out of": lambda: check_recurrence(ring_la.gla, documents=("none",)),
+        "documents: expected a list of names out of": lambda: check_recurrence(ring_la.gla, documents=("none",)),
         "function: expected one that": lambda: check_recurrence(sink),
     }.items():
         with pytest.raises(ring_la.ArgumentError, match=match):

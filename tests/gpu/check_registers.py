@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -33,16 +33,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
-from ring_la.kernels import in_order
+from ring_la.kernels import gpu, in_order
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs, Local, OutputUse, SpanMaps
-from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
-from ring_la.kernels.scalar_decay import operands
 from ring_la.kernels.spans import plan, table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.runs import Runs
 from tests.gpu.test_triton import cases
+from tests.support.launches import launched_by
 from tests.support.line_of_ranks import groups
 from tests.support.triton_cases import RULES, Case
 
@@ -61,17 +60,9 @@ OPTIONS = "num_warps", "num_stages", "maxnreg", "enable_fp_fusion"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
 
 
-@contextmanager
-def recorded(launches: list) -> Iterator[None]:
+def recorded(launches: list) -> AbstractContextManager[None]:
     """Launches of every module that makes any noted instead of made."""
-    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is plain]
-    for module in modules:
-        module.launch = lambda kernel, grid, *args, tensors="", **constants: launches.append((kernel, args, constants))
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.launch = plain
+    return launched_by(lambda kernel, grid, *args, tensors="", **constants: launches.append((kernel, args, constants)))
 
 
 def launched(case: Case) -> list:
@@ -266,7 +257,7 @@ def launches(rules: list[str]) -> Iterator[tuple[str, list]]:
 def prepare(arch: int = 90) -> None:
     """Small inputs take the ways of large ones, and of an H200 or another GPU."""
     table.LEAST_CHUNKS, table.SAVED_WEIGHED, plan.hopper = 1, 0, lambda device: arch == 90
-    plan.little_shared, operands._copies = lambda device: SHARED[arch] < 128, lambda device: arch >= 90
+    plan.little_shared, gpu.copies_tiles = lambda device: SHARED[arch] < 128, lambda device: arch >= 90
 
 
 def compiled(kernel, args: tuple, constants: dict, arch: int = 90):

@@ -18,7 +18,8 @@ from torch.nn.functional import logsigmoid, normalize
 import ring_la
 from ring_la import reference
 from ring_la.algebra import Rule
-from ring_la.kernels.wy import across, gdn_launches, kda_launches, span_call
+from ring_la.kernels import gpu
+from ring_la.kernels.wy import across, gdn_launches, kda_launches
 from tests.support import border_calls, line_of_ranks, pool
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,7 @@ def check(rank: int, name: str, kind: str) -> tuple[dict[str, float], dict[str, 
         calls = changes.enter_context(mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of))
         changes.enter_context(mock.patch.object(one_launch, "ACROSS", one_launch.Least(0, 0, 0)))
         changes.enter_context(mock.patch.object(gdn_launches, "across", return_value=(64, 64)))
-        changes.enter_context(mock.patch.object(span_call, "multiprocessors", return_value=10**6))
+        changes.enter_context(mock.patch.object(gpu, "multiprocessors", return_value=10**6))
         return border_calls.errors(cp, name, kind, 9, torch.bfloat16, **shape), plain, calls.call_count
 
 
@@ -75,7 +76,7 @@ def test_a_line_of_ranks_on_one_gpu(name, spans, monkeypatch, record_property):
         pytest.skip("the kernels are for Hopper")
     if spans == "short spans":
         monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (64, 64))
-        monkeypatch.setattr(span_call, "multiprocessors", lambda device: 10**6)
+        monkeypatch.setattr(gpu, "multiprocessors", lambda device: 10**6)
     if spans == "long spans":
         if name != "kda":
             pytest.skip("of KDA alone")

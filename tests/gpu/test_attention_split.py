@@ -229,6 +229,8 @@ def test_deterministic(compiled, gpu_ranks):
 
 
 def test_a_stalled_peer(gpu_ranks):
+    if gpu_ranks.size > torch.cuda.device_count():
+        pytest.skip("ranks that share a GPU copy nothing, and NCCL's messages are given up: test_lookout.py")
     found = gpu_ranks.run(gpu_ranks.size, stalled_peer)
     gpu_ranks.stop()  # an exchange is half done
     assert set(found) == {f"no message from rank {gpu_ranks.size - 1}"}

@@ -58,10 +58,11 @@ def inputs(B: int, T: int, H: int, HK: int, gate: Callable[..., Tensor], handed:
 @pytest.fixture
 def spans_of_64(monkeypatch):
     """Where a piece has four or more, those that wait are left to a launch of their own."""
-    from ring_la.kernels.wy import kda_launches, span_call
+    from ring_la.kernels import gpu
+    from ring_la.kernels.wy import kda_launches
 
     monkeypatch.setattr(kda_launches, "TOKENS", 0)
-    monkeypatch.setattr(span_call, "multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 10**6)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for Hopper")
 

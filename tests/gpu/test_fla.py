@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 import ring_la
+from benchmarks.errors import relative_error
 from benchmarks.ops.bench import LIMIT, SHARED
 from benchmarks.ops.cases import CASES, SHARED_INPUTS, Case, Shape, inputs
-from benchmarks.ops.measure import error, errors
+from benchmarks.ops.measure import errors
 from benchmarks.peers.fla_tuning import settle_for_the_first
 from benchmarks.peers.ops import PEERS
 
@@ -122,7 +123,7 @@ def test_states_beside_fla(name, record_property):
     def compared(function: Callable[..., Any], names: dict[str, str]) -> dict[str, float]:
         named = {names.get(n, n): t for n, t in x.items()}
         got = results(function, named, S)
-        return {n: error(got[f"d{names.get(n[1:], n[1:])}" if n[0] == "d" else n], t) for n, t in true.items()}
+        return {n: relative_error(got[f"d{names.get(n[1:], n[1:])}" if n[0] == "d" else n], t) for n, t in true.items()}
 
     ours = compared(_ours(case), {})
     module, function, names = STATES[name]

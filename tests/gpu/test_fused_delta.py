@@ -43,13 +43,14 @@ def none(*shape: int) -> None:
 def launches(monkeypatch) -> list:
     """Spans of 64 tokens; those that wait go first, and combine by three in rows of 384 tokens. The launches that
     were made, none replayed before."""
+    from ring_la.kernels import gpu
     from ring_la.kernels.replay import root
     from ring_la.kernels.runtime.replayed_function import record_of
-    from ring_la.kernels.wy import gdn_launches, span_call
+    from ring_la.kernels.wy import gdn_launches
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(span_call, "multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
     monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)

@@ -50,7 +50,8 @@ def whole_and_split(rank: int, P: int, name: str, dtype: torch.dtype, kind: str,
     alone = gradients(half, do, cu_seqlens=offsets)
     local = {n: t if n in shared else layout.shard(t) for n, t in half.items()}
     got = gradients(local, layout.shard(do), layout=layout)
-    floor = {n: max(error(g, want[n]), 1e-3 * torch.finfo(dtype).eps) for n, g in alone.items()}
+    half_a_unit = torch.finfo(dtype).eps / 4  # in the last place, which a kernel of one device may be below
+    floor = {n: max(error(g, want[n]), half_a_unit) for n, g in alone.items()}
     ratios = {}
     for n, g in got.items():
         if n[1:] in shared:  # a handful of numbers, whose own error is luck: judged by the call's largest
@@ -79,7 +80,7 @@ def test_every_exchange_in_fp64(P, name, documents, kind, gpu_ranks, record_prop
 @pytest.mark.parametrize("name", RECURRENCES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_the_default_backend_on_all_gpus(dtype, name, D, gpu_ranks, record_property):
-    """Errors are at most twice those of the call on one device."""
+    """Errors are at most twice those of the call on one device, or a unit in the last place."""
     P = gpu_ranks.size
     found = gpu_ranks.run(P, whole_and_split, P, name, dtype, "zigzag", D)
     worst = max(ratio for ratios in found for ratio in ratios.values())

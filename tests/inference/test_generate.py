@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import resource
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from ring_la import ArgumentError, ContextParallel
 from ring_la.inference import (
+    BlockReader,
     KeySize,
     KeyStore,
     Sampler,
@@ -205,15 +209,39 @@ def test_samples_follow_temperature_top_k_and_top_p():
     assert set(draw(temperature=1.0, top_p=1e-300).tolist()) == {2}  # nothing, in fp32
     with pytest.raises(ArgumentError, match="top_p: expected a number above 0"):
         Sampler(top_p=0.0)
-    with pytest.raises(ArgumentError, match="temperature: expected a number"):
-        Sampler(temperature=-1)
-    with pytest.raises(ArgumentError, match="top_k: expected an int"):
-        Sampler(top_k=0)
-    with pytest.raises(ArgumentError, match="top_k: expected an int"):
-        Sampler(top_k=1.5)
+    wrong = [("temperature", -1), ("temperature", float("inf")), ("temperature", True), ("generator", 3)]
+    for name, value in (*wrong, ("top_k", 0), ("top_k", 1.5), ("top_k", True), ("top_p", "x"), ("top_p", True)):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            Sampler(**{name: value})
 
 
-@pytest.mark.parametrize("count", [-1, 2.5, "all"])
+def test_what_is_no_model_prompt_or_sampler_is_refused(tmp_path):
+    model, ids = make(), tokens(1, 5)
+    prompt = prefill(model, ids)
+    cp = SimpleNamespace(deterministic=True, size=1)
+    calls = {
+        "model": [
+            lambda: prefill(nn.Linear(2, 2), ids),
+            lambda: generate(None, ids, 2),
+            lambda: decode("model", prompt, 2),
+            lambda: step(None, ids[:, 0], prompt.states),
+            lambda: key_store(None),
+            lambda: BlockReader(None, cp),
+        ],
+        "prompt": [lambda: decode(model, prompt.states, 2), lambda: save_prompt(None, tmp_path)],
+        "sampler": [lambda: decode(model, prompt, 2, 0.7), lambda: generate(model, ids, 2, "greedy")],
+        "tokens": [partial(step, model, x, prompt.states) for x in (ids, 3, [3], None)],
+        "cp": [lambda: key_store(model, 2), lambda: BlockReader(model, None)],
+        "keys": [lambda: load_prompt(tmp_path, None)],
+        "folder": [lambda: load_prompt(None, key_store(model))],
+    }
+    for name, wrong in calls.items():
+        for call in wrong:
+            with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+                call()
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "all", True])
 def test_a_number_of_tokens_that_is_none_is_refused(count):
     with pytest.raises(ArgumentError, match="max_new_tokens: expected an int ≥ 0"):
         decode(make(), None, count)

@@ -1,6 +1,8 @@
-"""Which split calls go by the kernels of one GPU (`wy/one_launch`), and what of them."""
+"""Which calls go by one launch each way (`wy/one_launch`): split ones, and those of layers."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ from tests.support.interpreter import interpreted
 
 interpreted()
 
+import ring_la  # noqa: E402
+from ring_la import nn  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels import gpu  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs, Mail, OutputUse  # noqa: E402
 from ring_la.kernels.spans import dense  # noqa: E402
-from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch, span_call  # noqa: E402
+from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 
 SPLIT = OutputUse(saved=True)
@@ -39,6 +44,28 @@ def test_a_call_that_kda_takes(monkeypatch):
     assert not one_launch.ACROSS.takes(kda, x)
     monkeypatch.setattr(one_launch, "ACROSS", one_launch.Least(delta_diagonal=128))
     assert one_launch.ACROSS.takes(kda, x)
+
+
+def seen(layer: torch.nn.Module, name: str) -> tuple[Rule, Inputs]:
+    """The rule and inputs of a layer's call in bf16."""
+    made, module = [], f"{type(layer).__module__}.{name}"
+    with mock.patch(module, side_effect=lambda *x, **how: made.append((x, how)) or getattr(ring_la, name)(*x, **how)):
+        layer.bfloat16()(torch.randn(1, 40, layer.dim).bfloat16())
+    [(x, how)] = made
+    if name == "rwkv7":
+        r, w, k, v, a, b = x
+        return Rule("dplr", "diagonal", how["lower_bound"]), Inputs(r, k, v, w, None, a, b)
+    return Rule("delta", "diagonal", how.get("lower_bound")), Inputs(*x)
+
+
+def test_layers_whose_calls_launches_take():
+    train = OutputUse(saved=True, alone=True)
+    rwkv7 = seen(nn.RWKV7(256, num_heads=2), "rwkv7")
+    assert one_launch.choice(*rwkv7, train) is one_launch.DPLR
+    assert {x.dtype for x in rwkv7[1] if x is not None} == {torch.bfloat16}
+    bounded = seen(nn.KimiDeltaAttention(256, 2, lower_bound=-5.0), "kda")
+    assert one_launch.choice(*bounded, train) is one_launch.KDA
+    assert one_launch.choice(*seen(nn.KimiDeltaAttention(256, 2), "kda"), train) is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +131,7 @@ def test_launches_of_a_split_call(monkeypatch, rule, kernels, prepared, middle, 
         (gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, kernel)
-    monkeypatch.setattr(span_call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(gdn_launches, "zeros", lambda count, device: q)
     monkeypatch.setattr(across, "clear", lambda x: launches.append("clear"))
     monkeypatch.setattr(dense, "launch", lambda *args, **constants: launches.append("scan"))

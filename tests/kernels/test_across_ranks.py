@@ -33,8 +33,8 @@ H = 4
 
 def emulated() -> ExitStack:
     """The kernels, and what chooses them, as on a GPU."""
-    from ring_la.kernels import choice, families
-    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch, span_call
+    from ring_la.kernels import choice, families, gpu
+    from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch
 
     changes = ExitStack()
 
@@ -47,8 +47,8 @@ def emulated() -> ExitStack:
         return functools.cache(lambda *how, **more: hopper.Emulated(made(*how, **more)))
 
     change(choice, unsupported=lambda rule, x, recurrent=False: families.unsupported(rule, x))
-    change(one_launch, unsupported=lambda inputs, packed: "", ACROSS=one_launch.Least(0, 0, 0), LEAST=0)
-    change(span_call, multiprocessors=lambda device: 10**6)
+    change(one_launch, unsupported=lambda inputs, packed: "", LEAST=0)
+    change(gpu, multiprocessors=lambda device: 10**6)
     for module in (gdn_launches, kda_launches):
         change(module, side_by_side=lambda programs, device: False)
     change(gdn_launches, zeros=hopper.Emulated.zeros)
@@ -88,7 +88,8 @@ def ended(function, x: dict[str, Tensor], S0: Tensor | None, do: Tensor, dS: Ten
 
 def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int, ...] | None, how: str, T: int):
     """Squares of errors and of what is true, of each result with initial and final states and without; how many calls
-    went by these kernels."""
+    went by these kernels, and how many by those of one device."""
+    from ring_la.kernels.wy import gdn_launches, one_launch
     from ring_la.kernels.wy.scanned_spans import ScannedSpans
 
     cp = ring_la.ContextParallel(group(size), scan="ring", validate="never")
@@ -105,7 +106,10 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
     S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn(1, T, H, 128).bfloat16()
     wide = {n: t.double() for n, t in x.items()}
     offsets, squares = None if cu is None else torch.tensor(cu), []
-    with emulated(), mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of) as calls:
+    across = mock.patch.object(ScannedSpans, "of", side_effect=ScannedSpans.of)
+    whole_spans = mock.patch.object(gdn_launches, "forward", side_effect=gdn_launches.forward)
+    least = one_launch.Least() if how == "nothing" else one_launch.Least(0, 0, 0)
+    with emulated(), mock.patch.object(one_launch, "ACROSS", least), across as calls, whole_spans as alone:
         for states in (True, False):
             first, last = (S0, dS) if states else (None, None)
             whole = ended(
@@ -119,7 +123,7 @@ def check(rank: int, size: int, folder: str, name: str, kind: str, cu: tuple[int
             for i, (found, true) in enumerate(zip(got, whole, strict=True)):
                 true = true if i in alike else layout.shard(true)
                 squares.append(((found.double() - true).square().sum().item(), true.square().sum().item()))
-    return torch.tensor(squares, dtype=torch.float64), calls.call_count
+    return torch.tensor(squares, dtype=torch.float64), calls.call_count, alone.call_count
 
 
 CASES = [
@@ -136,6 +140,18 @@ CASES = [
 @pytest.mark.parametrize(("name", "size", "kind", "cu", "how"), CASES)
 def test_against_one_device(ranks, tmp_path, name, size, kind, cu, how):
     found = ranks.run(size, check, size, str(tmp_path), name, kind, cu, how, 4 * RUN, timeout=600)
-    errors, sizes = sum(squares for squares, _ in found).unbind(1)
+    right(found)
+    assert all(calls >= 4 and not alone for _, calls, alone in found)
+
+
+def right(found: list[tuple[Tensor, int, int]]) -> None:
+    errors, sizes = sum(squares for squares, _, _ in found).unbind(1)
     assert (errors / sizes).sqrt().max() <= LIMIT
-    assert all(calls >= 4 for _, calls in found)
+
+
+def test_documents_within_ranks_go_as_on_one_device(ranks, tmp_path):
+    """No state crosses: the kernels are those of one device, also where none exchange states."""
+    case = "gated_delta_rule", "contiguous", (0, 2 * RUN, 3 * RUN, 4 * RUN), "nothing"
+    found = ranks.run(2, check, 2, str(tmp_path), *case, 4 * RUN, timeout=600)
+    right(found)
+    assert all(calls == 0 and alone == 2 for _, calls, alone in found)

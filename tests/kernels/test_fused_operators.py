@@ -31,7 +31,7 @@ CASES = {
     "ahead": (ahead.ahead, (leaf(2, 3, 2, 5), leaf(2, 3, 2), -0.4)),
     "wide_softmax": (wide_softmax.wide_softmax, (leaf(2, 3, 2, 5),)),
     "unit_length": (unit_length.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
-    "log_decay": (log_decay.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
+    "log_decay": (log_decay.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0, False)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
     "relu_and_turn": (
         turned.relu_and_turn_op,
@@ -59,7 +59,8 @@ CASES = {
         outer.read_quotient_op,
         (positive(2, 5, 2, 3), None, positive(2, 1, 2, 3, 3), None, 0.5, 0.1),
     ),
-    "logsigmoid": (log_decay.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
+    "logsigmoid": (log_decay.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25, False)),
+    "bounded decay": (log_decay.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 5.0, True)),
 }
 
 

@@ -16,8 +16,9 @@ interpreted()
 
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels import gpu  # noqa: E402
 from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
-from ring_la.kernels.wy import across, gdn_launches, kda_launches, span_call  # noqa: E402
+from ring_la.kernels.wy import across, gdn_launches, kda_launches  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from ring_la.scan import Chain, MailboxBorder, border  # noqa: E402
 from tests.support import line_of_ranks  # noqa: E402
@@ -217,7 +218,7 @@ def test_first_chunks_of_kda_again(monkeypatch, at_a_time, helping):
 
 def test_a_link_carries_states_where_no_multiprocessor_is_left(monkeypatch):
     x, cuts = of_three_spans(monkeypatch)
-    monkeypatch.setattr(span_call, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 4)
     S0, (function, kernels, rule) = torch.randn(1, 1, 4, 128, 128), RULES["kda"]
     mailed = launches_that_carry(monkeypatch)
     got = line_of_ranks.results(kernels, rule, x, cuts, (0, cuts[-1]), S0, None, None)

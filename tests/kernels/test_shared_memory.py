@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from ring_la.algebra import Rule
+from ring_la.kernels import gpu
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.spans import plan, table
 
@@ -15,9 +14,8 @@ from ring_la.kernels.spans import plan, table
 @pytest.mark.parametrize(("kilobytes", "stages"), [(228, 3), (164, 3), (100, 1)])
 def test_half_the_stages_where_there_is_little(kilobytes: int, stages: int, monkeypatch) -> None:
     """An H200, an A100 and an RTX 4090."""
-    of = SimpleNamespace(shared_memory_per_multiprocessor=kilobytes * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of)
-    little = plan.little_shared.__wrapped__
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: kilobytes * 1024)
+    little = plan.little_shared
     assert little(torch.device("cuda", 0)) == (stages == 1)
     monkeypatch.setattr(plan, "little_shared", lambda device: little(torch.device("cuda", 0)))
     q, k, v = (torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16) for _ in range(3))

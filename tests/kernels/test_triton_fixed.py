@@ -13,6 +13,7 @@ interpreted()
 compute_bf16()
 
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels import gpu  # noqa: E402
 from ring_la.kernels.fixed import conv, library, weight, weight_sum  # noqa: E402
 from ring_la.kernels.fixed.bounds import GROUP, bounds_of  # noqa: E402
 from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
@@ -126,7 +127,7 @@ def test_a_large_token_leaves_others_their_bits():
 def test_tensor_cores_add_blocks_halves(slots, group, run, monkeypatch):
     """Interpreted, sums are rounded otherwise: that every token of the blocks is in them, once, is what this shows, of
     whole tiles and of tiles that programs share (none of six, two, two, all)."""
-    monkeypatch.setattr(weight_sum, "slots_of", lambda device: slots)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: slots)
     monkeypatch.setattr(weight_sum, "GROUP", group)
     dy, x = bf16(700, 272), bf16(700, 272, seed=1)
     starts = range(70, 646, 64) if run else (70, 0, 134, 198, 301)

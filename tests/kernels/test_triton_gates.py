@@ -137,7 +137,7 @@ def test_a_wide_softmax_of_large_scores_is_finite_and_of_nan_is_nan() -> None:
 
 def test_small_decays_keep_their_digits() -> None:
     a = torch.linspace(-30, 30, 61, device=DEVICE)[None, None]
-    got = decay.forward(a, None, None, 1.0, 1.0)
+    got = decay.forward(a, None, None, 1.0, 1.0, False)
     true = -torch.log1p(a.double().exp())
     assert ((got - true) / true).abs().max() < 5e-6
 
@@ -157,8 +157,8 @@ def calls() -> dict[str, tuple]:
     return {
         "unit": (norm.forward, x, 1e-6),
         "unit's gradient": (norm.backward, dy, wide, 1e-6),
-        "decay": (decay.forward, a, None, weight, 1.0, 1.0),
-        "decay's gradient": (decay.backward, draw(2, 9, 20), a, draw(4), weight, 1.0, 1.0),
+        "decay": (decay.forward, a, None, weight, 1.0, 1.0, False),
+        "decay's gradient": (decay.backward, draw(2, 9, 20), a, draw(4), weight, 1.0, 1.0, False),
         "rms": (triton_rms.forward, x, weight, gate, True, 1e-5),
         "rms' gradient": (triton_rms.backward, dy, x, weight, None, True, 1e-5),
         "step": (triton_discretise.forward, wide, dt, A, bias, True),

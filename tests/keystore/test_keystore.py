@@ -227,10 +227,25 @@ def test_sequences_that_begin_alike_share_blocks():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ArgumentError, match="sizes: expected a KeySize"):
         KeyStore([KeySize(0, 1, 1)])
-    with pytest.raises(ArgumentError, match="block: expected an int"):
-        KeyStore([KeySize(1, 1, 1)], block=0)
-    rows = KeyStore([KeySize(1, 2, 2)]).open(1).advanced()
-    with pytest.raises(ArgumentError, match=r"k: expected \[B, T, 1, 2\]"):
-        rows[0].put(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 1, 2))
+    wrong = dict(block=0, cp="cp", dtype="float32", device="cpu")
+    for name, value in wrong.items():
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            KeyStore([KeySize(1, 1, 1)], **{name: value})
+    for sizes in (None, 3, KeyStore):
+        with pytest.raises(ArgumentError, match=r"^sizes: expected a Sequence"):
+            KeyStore(sizes)
+    store = KeyStore([KeySize(1, 2, 2)])
+    for count in (-1, 1.0, None):
+        with pytest.raises(ArgumentError, match=r"^count: expected an int"):
+            store.open(count)
+    rows = store.open(1).advanced()
+    for k in (torch.zeros(1, 1, 2, 2), torch.zeros(3, 1, 1, 2), torch.zeros(0, 1, 1, 2), [0.0], None):
+        with pytest.raises(ArgumentError, match=r"k: expected \[B, T, 1, 2\]"):
+            rows[0].put(k, torch.zeros(1, 1, 1, 2))
+    for call in (decode_attention, lambda q, state: read_attention(q, q, q, state, None)):
+        with pytest.raises(ArgumentError, match=r"^state: expected a LayerKeys"):
+            call(torch.zeros(1, 1, 1, 2), None)
+    with pytest.raises(ArgumentError, match=r"^q: expected"):
+        read_attention(None, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), rows[0], None)
     with pytest.raises(ArgumentError, match="q: expected 2 channels"):
         decode_attention(torch.zeros(1, 1, 1, 3), rows[0])

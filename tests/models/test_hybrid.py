@@ -115,6 +115,8 @@ def test_a_model_comes_back_from_its_config():
         ({"num_heads": 3}, "num_heads: expected a divisor of 16, got 3"),
         ({"options": {"rnn": {}}}, "options: expected names out of .*, got 'rnn'"),
         ({"layers": None}, "layers: expected a list"),
+        ({"layers": [["gdn"]]}, "layers: expected names out of"),
+        ({"mlp": ["swiglu"]}, "mlp: expected one of"),
         ({"mlp_dim": 0}, "mlp_dim: expected an int ≥ 1"),
         ({"vocab_size": "19"}, "vocab_size: expected an int"),
     ],
@@ -169,10 +171,24 @@ def test_wrong_ids_are_refused():
         model.loss(ids.tolist())
     with pytest.raises(ArgumentError, match="cu_seqlens: expected an int32 or int64 tensor"):
         model.loss(ids[:1], cu_seqlens=[0, 9])
-    with pytest.raises(ArgumentError, match="states: expected one for each of 4 layers, got 1"):
-        model(ids, states=[None])
+    with pytest.raises(ArgumentError, match="ids: expected a tensor on cpu, where the model is, got one on meta"):
+        model(ids.to("meta"))
+    for states, got in (([None], 1), (3, 3), (torch.zeros(4), "torch.float32")):
+        with pytest.raises(ArgumentError, match=f"states: expected a list of one for each of 4 layers, got {got}"):
+            model(ids, states=states)
+    for name in ("routings", "losses"):  # lists to write to, no flags
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a list or None, got True"):
+            model(ids, **{name: True})
+    with pytest.raises(ArgumentError, match=r"^routings: expected a list or None, got True"):
+        model.loss(ids, routings=True)
     with pytest.raises(ArgumentError, match=r"targets: expected torch\.int64 of the shape of ids"):
         model.loss(ids, ids[:, 1:])
+
+
+@pytest.mark.parametrize("config", [None, {"vocab_size": 9, "dim": 8, "layers": ["gdn"], "num_heads": 2}])
+def test_what_is_no_config_is_refused(config):
+    with pytest.raises(ArgumentError, match=r"^config: expected a HybridConfig, got"):
+        HybridLM(config)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ OPTIONS = {
     "moba": {"num_kv_heads": 2, "block": 3, "topk": 2, "qk_norm": True},
     "deltanet": {"negative_eigenvalues": True},
     "gdn": {"num_value_heads": 8, "value_dim": 3},
+    "kda": {"lower_bound": -5.0},
     "hgrn2": {"lower_bound": 0.2},
     "mamba2": {"state_dim": 4, "groups": 2},
     "gsa": {"slots": 3},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -87,6 +89,20 @@ def test_low_precision_runs(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_shapes_are_found_without_memory(name):
+    layer, x = make(name).to("meta"), torch.empty(2, 9, DIM, dtype=torch.float64, device="meta", requires_grad=True)
+    if name == "nsa":
+        with pytest.raises(UnsupportedError, match=r"^q: expected a tensor with values"):
+            layer(x)
+        return
+    out = layer(x, output_state=True)
+    (dx,) = torch.autograd.grad(out.o.sum(), x)
+    assert out.o.shape == dx.shape == x.shape
+    if name != "log_linear_mamba2":  # the host reads how many tokens there were
+        assert layer(x[:, :1], state=out.state).o.shape == (2, 1, DIM)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_bad_input_is_named_at_the_layer(name):
     layer, x = make(name), random(2, 5, DIM)
     for bad in (x[..., :-1], x[0], x.long(), None):
@@ -114,6 +130,38 @@ def test_a_cache_of_other_documents_or_heads_is_refused():
         layer(x[:1], state=state)
     with pytest.raises(ArgumentError, match="state: expected keys of 2 documents and 1 heads, got"):
         make("attention", num_kv_heads=1)(x, state=state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_what_another_layer_remembers_is_refused(name):
+    """Where its shapes are others; else nobody can tell."""
+    layer, x = make(name), random(2, 3, DIM)
+    mine = layer(x, output_state=True).state
+    shapes = [None if t is None else t.shape for t in mine]
+    for other in (make(n) for n in NAMES):
+        theirs = other(x, output_state=True).state
+        if type(theirs) is not type(mine) or [None if t is None else t.shape for t in theirs] == shapes:
+            continue
+        with suppress(ArgumentError):  # some states have the shapes that matter
+            layer(x[:, :1], state=theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_remembered_of_other_documents_is_refused(name):
+    layer, x = make(name), random(3, 3, DIM)
+    states = [layer(x[:n], output_state=True).state for n in (1, 2)]
+    for n, state in ((1, states[1]), (2, states[0]), (3, states[1])):
+        for T in (1, 2):
+            with pytest.raises(ArgumentError, match="expected"):
+                layer(x[:n, :T], state=state)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "nsa"])
+def test_a_batch_without_rows_is_one(name):
+    layer, x = make(name), random(2, 5, DIM)
+    assert layer(x[:0]).o.shape == (0, 5, DIM)
 
 
 @torch.no_grad()

@@ -91,6 +91,11 @@ def test_few_tokens_give_finite_gradients(T):
     assert all(g is not None and g.isfinite().all() for g in gradients(layer, x).values())
 
 
+def test_shapes_are_found_without_memory():
+    x = tokens(2, 3).to("meta")
+    assert make(shared_hidden=4).to("meta")(x).o.shape == x.shape
+
+
 def test_gradients_of_gradients():
     layer = make(top_k=2, shared_hidden=2)
 

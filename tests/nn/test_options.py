@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ring_la import ArgumentError
-from ring_la.nn import LAYERS
+from ring_la.models import SwiGLU
+from ring_la.nn import LAYERS, MixtureOfExperts, RMSNorm
 from tests.nn.cases import DIM, NAMES, OPTIONS, make
 
 BAD_OPTIONS = [
@@ -22,7 +23,12 @@ BAD_OPTIONS = [
     ("dsa", dict(index_dim=1), "index_dim"),
     ("dsa", dict(index_loss=-1), "index_loss"),
     ("moba", dict(block=0), "block"),
+    ("dsa", dict(index_loss=float("nan")), "index_loss"),
     ("attention", dict(window=-5), "window"),
+    ("attention", dict(window=True), "window"),
+    ("attention", dict(num_kv_heads=True), "num_kv_heads"),
+    ("mamba2", dict(num_heads=True), "num_heads"),
+    ("rwkv7", dict(layer_idx=True, num_layers=3), "layer_idx"),
     ("attention", dict(head_dim=3), "head_dim"),  # rotation pairs channels
     ("retention", dict(head_dim=3), "head_dim"),
     ("lightning", dict(layer_idx=3, num_layers=3), "layer_idx"),
@@ -34,6 +40,17 @@ BAD_OPTIONS = [
 def test_bad_options_are_named(name, options, named):
     with pytest.raises(ArgumentError, match=rf"^{named}\b"):
         LAYERS[name](**({"dim": DIM, "num_heads": 4} | options))
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [*((RMSNorm, dict(dim=d)) for d in (0, 4.0, None)), *((RMSNorm, dict(dim=4, eps=e)) for e in (-1, "x", None)),
+     *((SwiGLU, {"dim": 4, "hidden": 8} | w) for w in ({"dim": "4"}, {"hidden": 0}, {"hidden": 8.0})),
+     (MixtureOfExperts, dict(dim=4, hidden=8, shared_hidden=8.0))],
+)  # fmt: skip
+def test_sizes_of_parts_are_named(part, wrong):
+    with pytest.raises(ArgumentError, match=rf"^({'|'.join(wrong)}): expected"):
+        part(**wrong)
 
 
 WRONG = [

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from ring_la import kda
+from ring_la.errors import ArgumentError
 from ring_la.indexers import lightning_index
 from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, MultiheadLatentAttention
+from ring_la.nn.layer import LayerCall
 from tests.nn.cases import DIM, make
 
 
@@ -85,6 +90,39 @@ def test_kimi_delta_attention_is_kimi_linears():
     ours.norm.eps = theirs.layer_norm_epsilon
     x = random(2, 70, DIM).float()
     close(ours(x).o, theirs(x), 2e-5)
+
+
+def test_kimi_delta_attention_with_a_bound_is_bailings():
+    bailing = pytest.importorskip("transformers.models.bailing_hybrid.modeling_bailing_hybrid")
+    config = bailing.BailingHybridConfig(hidden_size=DIM, linear_head_dim=8, linear_num_heads=2, kda_lower_bound=-3.0)
+    torch.manual_seed(0)
+    theirs = bailing.BailingHybridForgetGate(config)
+    torch.nn.init.uniform_(theirs.A_log, 0, 2)
+    torch.nn.init.uniform_(theirs.dt_bias, -2, 2)
+    ours = KimiDeltaAttention(DIM, 2, head_dim=8, lower_bound=-3.0)
+    with torch.no_grad():  # their projection, of full rank
+        ours.decay_proj = theirs.f_proj
+        ours.A_log.copy_(theirs.A_log), ours.dt_bias.copy_(theirs.dt_bias)
+    x, seen = random(2, 70, DIM).float(), []
+    with mock.patch(
+        "ring_la.nn.delta.kda", side_effect=lambda *x, **how: (seen.append((x[3], how)), kda(*x, **how))[1]
+    ):
+        ours(x)
+    [(g, how)] = seen
+    assert how["lower_bound"] == -3.0
+    close(g, theirs(x), 1e-6)
+
+
+def test_both_gates_of_kimi_delta_attention_decay_alike_at_first():
+    gates = []
+    for bound in (None, -5.0):
+        torch.manual_seed(0)
+        layer = KimiDeltaAttention(DIM, 2, head_dim=8, lower_bound=bound)
+        torch.nn.init.zeros_(layer.decay_proj[1].weight)
+        gates.append(layer.decay(torch.zeros(1, 1, DIM), LayerCall(None, None, False)))
+    close(gates[1], gates[0], 1e-5)
+    with pytest.raises(ArgumentError, match="lower_bound: expected a number below 0"):
+        KimiDeltaAttention(DIM, 2, lower_bound=5.0)
 
 
 def test_multihead_latent_attention_is_deepseek_v3s():

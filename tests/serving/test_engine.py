@@ -7,19 +7,38 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ring_la import ArgumentError, Buckets, ContextParallel, UnsupportedError
+from ring_la.capturing.surroundings import Surroundings
 from ring_la.inference import Sampler, generate, key_store
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, seats
-from ring_la.serving import Completion, Ended, Engine, Failed, Hybrid, HybridByBlock, NewToken, NoText, Request, static
+from ring_la.serving import (
+    Bytes,
+    Completion,
+    Ended,
+    Engine,
+    Failed,
+    Hybrid,
+    HybridByBlock,
+    Keep,
+    Lookout,
+    NewToken,
+    NoText,
+    Ranks,
+    Request,
+    Stream,
+    Subwords,
+    Waiting,
+    static,
+)
 from ring_la.serving.static import StaticBatch
 from ring_la.serving.waiting import Busy
-from ring_la.surroundings import Surroundings
 from tests.serving.engines import FIXED, LONG, SOME, Asked, engine, prompt, serve, truth
 from tests.support.generation import make
 from tests.support.pool import group
@@ -219,12 +238,45 @@ def test_the_end_of_a_text_ends_a_completion():
         (Request([3], stop=("x",)), "^stop: expected nothing for a model without a tokenizer"),
         (Request([3], stop="xy"), "^stop: expected a tuple of strings, none of them empty, got 'xy'"),
         (Request([3], stop=("",)), "^stop: expected a tuple of strings, none of them empty"),
+        (Request([3], logprobs=True), "^logprobs: expected an int"),
+        (Request([3], presence_penalty=float("inf")), "^presence_penalty: expected a finite number"),
         (Request([3], stop=(1,)), "^stop: expected a tuple of strings, none of them empty"),
     ],
 )
 def test_what_cannot_be_completed(request_, message):
     with pytest.raises(ArgumentError, match=message):
         engine(max_tokens=40).submit(Completion(request_, print))
+
+
+def test_what_makes_no_server_is_named():
+    model = make(SOME)
+    served, request = Hybrid(model), Request([3])
+    cp = SimpleNamespace(size=1, deterministic=True)
+    wrong = [("model", model), ("model", None), ("text", None), ("text", "bytes"), ("cp", 2), ("capture", "yes")]
+    wrong += [("keep", True), ("keep", Keep(disk=1, folder=3)), ("batch", True), ("waiting", 0), ("room", True)]
+    for name, value in (*wrong, ("patience", True)):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            Engine(**{"model": served, "text": NoText()} | {name: value})
+    calls = {
+        "model": [lambda: Hybrid(torch.nn.Linear(2, 2)), lambda: Hybrid(None)],
+        "cp": [lambda: HybridByBlock(model, None), lambda: HybridByBlock(model, cp), lambda: Ranks(2)],
+        "weights": [lambda: Hybrid(model, "half")],
+        "engine": [lambda: Lookout(None, None)],
+        "most": [lambda: Waiting(0), lambda: Waiting(None)],
+        "request": [lambda: Completion([3], print)],
+        "prompt": [lambda: Completion(Request(None), print), lambda: Completion(Request(3), print)],
+        "emit": [lambda: Completion(request, None)],
+        "jobs": [lambda: engine().submit(request), lambda: engine().submit([Completion(request, print)])],
+        "end": [lambda: NoText(2), lambda: Bytes(257, [2]), lambda: NoText({"2"}), lambda: NoText(None)],
+        "vocab_size": [lambda: Bytes("257"), lambda: Bytes(None)],
+        "encode": [lambda: Subwords(None, str, frozenset())],
+        "template": [lambda: Subwords(list, str, frozenset(), "chatml")],
+        "stop": [lambda: Stream(NoText().decoder(), "stop"), lambda: Stream(NoText().decoder(), None)],
+    }
+    for name, each in calls.items():
+        for call in each:
+            with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+                call()
 
 
 KEYED = tuple(name for name in LAYERS if name not in ("gdn", "attention", "fox", "mla"))

@@ -4,7 +4,6 @@ Skipped where either is missing."""
 from __future__ import annotations
 
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from ring_la.inference import generate
+from ring_la.testing.processes import free_port
 from tests.serving.test_load import hybrid
 from tests.serving.test_serve import PROMPT, port_of, start
 
@@ -31,9 +31,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     """Two ranks that serve a small model."""
     model = hybrid()
     torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, tmp_path / "checkpoint.pt")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     options = ["--port", "0", "--name", "demo", "--piece", "5", "--request-log", "off", "--api-key", KEY]
     ranks = [start(r, port, str(tmp_path), *options) for r in range(2)]
     try:

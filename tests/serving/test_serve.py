@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from ring_la.cli.serve import stopped_by_signals
 from ring_la.inference import generate
 from ring_la.models import HybridLM
 from ring_la.serving import Engine, Event, Failed, Hybrid, Lookout, NoText
+from ring_la.testing.processes import free_port
 from tests.serving.test_engine import Asked
 from tests.serving.test_load import hybrid
 from tests.support.generation import make
@@ -93,9 +93,7 @@ def check_client(port: int, model: HybridLM) -> None:
 def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     model = hybrid()
     torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, tmp_path / "checkpoint.pt")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     options = ["--port", "0", "--name", "demo", "--piece", "5", "--request-log", "off", "--api-key", "key"]
     ranks = [start(r, port, str(tmp_path), *options) for r in range(2)]
     try:
@@ -121,9 +119,7 @@ def test_a_rank_that_is_stopped_ends_the_others(tmp_path: Path):
     """Processes, too: what they have posted for the one that is stopped keeps none of them."""
     model = hybrid()
     torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, tmp_path / "checkpoint.pt")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     options = [str(tmp_path), "--port", "0", "--timeout", "5", "--request-log", "off"]
     ranks = [start(r, port, *options, size=3) for r in range(3)]
     try:

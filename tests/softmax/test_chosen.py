@@ -10,6 +10,7 @@ import torch
 
 import ring_la
 from ring_la import reference
+from ring_la.kernels import gpu
 from ring_la.layout import Layout
 from ring_la.softmax import call
 from ring_la.softmax.backends import Ask, QueryRows, choose_for_chosen, chosen, latents
@@ -65,7 +66,7 @@ def compared(P: int) -> list[str]:
 
 
 def test_which_kernel_is_taken(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     facts = {"latents": (16, 1, 576, 512), "keys": (16, 1, 64, 64), "blocks": (64, 4, 128, 128)}
     taken = {"latents": "triton_sorted", "keys": "triton", "blocks": "triton"}
     for name, numbers in facts.items():
@@ -191,6 +192,7 @@ def test_auto_on_gpus_that_copy_is_whole(ranks, tmp_path, P, takes):
         (dict(chosen=torch.zeros(2, T, 1, 3)), "chosen"),
         (dict(chosen=torch.zeros(2, T, 3, 3, dtype=torch.int32)), "chosen"),
         (dict(block=0), "block"),
+        (dict(block=True), "block"),
         (dict(backend="flash"), "backend"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ring_la.errors import UnsupportedError
+from ring_la.kernels import gpu
 from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, aten, choose, varlen
 from ring_la.softmax.backends.aten import CuDNN
 from ring_la.softmax.scores import Scores
@@ -38,7 +39,7 @@ def test_wide_heads(monkeypatch):
     alone. Where cuDNN cannot, Triton's kernel is ahead of FlashAttention-2 at 128 and 256."""
     ask = Ask(torch.device("cuda"), torch.bfloat16, 8, 2, 256, 256, rows=4096)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     monkeypatch.setattr(aten, "WIDE", True)
     monkeypatch.setattr(varlen, "has_triton", lambda: True)
     monkeypatch.setattr(BACKENDS["triton"], "unsupported", lambda ask: "")
@@ -51,6 +52,6 @@ def test_wide_heads(monkeypatch):
     assert [choose(a, None).name for a in (windowed, few)] == ["triton", "flash"]
     for known, capability in ((False, (9, 0)), (True, (10, 0)), (True, (8, 0))):
         monkeypatch.setattr(aten, "WIDE", known)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        monkeypatch.setattr(gpu, "capability", lambda device, found=capability: found)
         with pytest.raises(UnsupportedError, match="up to 128"):
             choose(ask, "cudnn")

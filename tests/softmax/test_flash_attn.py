@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ring_la.errors import UnsupportedError
+from ring_la.kernels import gpu
 from ring_la.layout import Layout
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, choose, flash_attn, packs, varlen
@@ -231,7 +232,8 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(VarlenBackend, "dtypes", (torch.float64,))
     monkeypatch.setitem(BACKENDS, "flash", ExactFlash())
     monkeypatch.setattr(flash_attn, "cute_beta", lambda: flash_attn.LEAST_BETA)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "is_hopper", lambda device: True)
     for name, stand_in in (STAND_INS | FORWARDS).items():
         path = BACKENDS[name].module.split(".")
         for i in range(1, len(path) + 1):
@@ -351,7 +353,7 @@ def test_the_fastest_is_chosen(on_the_cpu, monkeypatch):
 
 def test_not_installed_is_said(monkeypatch):
     monkeypatch.setattr(VarlenBackend, "devices", ("cpu",))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     x = torch.zeros(1, 6, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="is not installed"):
         attention(x, x, x, backend="flash_attn_3")

@@ -87,6 +87,27 @@ def test_a_scale_may_have_any_sign(scale):
         attention(**x, scale=scale, backend="cpu_flash")
 
 
+META = [
+    dict(),
+    dict(causal=False, window=(2, 3), backend="torch"),
+    dict(softcap=2.0, dropout_p=0.1, sinks=torch.zeros(4, device="meta")),
+    dict(
+        joint="front",
+        **{n: torch.zeros(1, 3, 2, 8, dtype=torch.bfloat16, device="meta") for n in ("joint_k", "joint_v")},
+    ),
+    dict(cu_seqlens=torch.zeros(3, dtype=torch.int64, device="meta")),
+]
+
+
+@pytest.mark.parametrize("keywords", META)
+def test_shapes_are_found_without_memory(keywords):
+    shapes = dict(q=(1, 1 << 14, 4, 8), k=(1, 1 << 14, 2, 8), v=(1, 1 << 14, 2, 8))
+    x = {n: torch.empty(s, dtype=torch.bfloat16, device="meta", requires_grad=True) for n, s in shapes.items()}
+    out = attention(**x, **keywords)
+    assert [*map(list, (out.o.shape, out.lse.shape))] == [[1, 1 << 14, 4, 8], [1, 4, 1 << 14]]
+    assert [d.shape for d in torch.autograd.grad(out.o.sum(), list(x.values()))] == list(shapes.values())
+
+
 GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
 
 
@@ -105,6 +126,7 @@ GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
         (dict(sinks=torch.zeros(2)), "sinks"),
         (dict(alibi_slopes=torch.zeros(3)), "alibi_slopes"),
         (dict(alibi_slopes=torch.zeros(4, requires_grad=True)), "alibi_slopes"),
+        (dict(alibi_slopes=torch.zeros(4, dtype=torch.complex64)), "alibi_slopes"),
         (dict(causal=1), "causal"),
         (dict(q=torch.zeros(2, 6, 4, 0), k=torch.zeros(2, 6, 2, 0)), "q"),
         (dict(scale="1"), "scale"),
@@ -113,8 +135,10 @@ GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
         (dict(softcap=math.nan), "softcap"),
         (dict(window=(1,)), "window"),
         (dict(window=(-2, 0)), "window"),
+        (dict(window=(True, 0)), "window"),
         (dict(dropout_p=1.0), "dropout_p"),
         (dict(dropout_p=0.1, dropout_seed=-1), "dropout_seed"),
+        (dict(dropout_p=0.1, dropout_seed=True), "dropout_seed"),
         (dict(joint="left"), "joint"),
         (dict(joint="front"), "joint"),
         (dict(joint_k=torch.zeros(2, 1, 2, 8), joint_v=torch.zeros(2, 1, 2, 8)), "joint"),

@@ -13,7 +13,8 @@ from tests.support.interpreter import interpreted
 
 interpreted()
 
-from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches, span_call  # noqa: E402
+from ring_la.kernels import gpu  # noqa: E402
+from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
 from tests.support.hopper import Emulated  # noqa: E402
 
 LIMIT = 6e-3
@@ -31,7 +32,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         made = getattr(module, name)
         made = functools.cache(lambda *how, made=made, **more: Emulated(made(*how, **more), seed=1))
         monkeypatch.setattr(module, name, made)
-    monkeypatch.setattr(span_call, "multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 10**6)
     for module in (gdn_launches, kda_launches):
         monkeypatch.setattr(module, "zeros", Emulated.zeros)
     monkeypatch.setattr(across, "clear", Emulated.clear)

@@ -24,10 +24,12 @@ from ring_la.kernels.fused import unit_length_kernel as norm  # noqa: E402
 from ring_la.kernels.fused import wide_softmax_kernel as triton_softmax  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor
-    "a head": (2, 50, 8, 8, True, 1.0, 1.0),
-    "a channel": (1, 40, 48, 4, True, 1.0, 1.0),
-    "logsigmoid": (2, 33, 20, None, False, -1.0, 0.0625),
+CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor, whether it is bounded
+    "a head": (2, 50, 8, 8, True, 1.0, 1.0, False),
+    "a channel": (1, 40, 48, 4, True, 1.0, 1.0, False),
+    "logsigmoid": (2, 33, 20, None, False, -1.0, 0.0625, False),
+    "bounded": (1, 40, 48, 4, True, 1.0, 5.0, True),
+    "bounded, of a head": (2, 33, 20, None, False, 1.0, 5.0, True),
 }
 
 
@@ -45,15 +47,14 @@ def of_autograd(function, tensors: list[Tensor | None], grad: Tensor) -> list[Te
 def decay_case(name: str, dtype: torch.dtype = torch.float32, times: int = 1) -> tuple[list[Tensor], list, list]:
     """(true, by the kernels, by PyTorch): g and the gradients."""
     torch.manual_seed(0)
-    B, T, C, heads, biased, sign, factor = CASES[name]
+    B, T, C, heads, biased, *form = CASES[name]
     a = draw(B, T * times, C + 3, dtype=dtype, scale=4.0)[..., :C]
     A_log, bias = None if heads is None else draw(heads), draw(C) - 3 if biased else None
     dg = draw(B, T * times, C)
-    true = of_autograd(lambda *x: log_decay.plain_log_decay(*x, sign, factor), [a, A_log, bias], dg)
+    true = of_autograd(lambda *x: log_decay.plain_log_decay(*x, *form), [a, A_log, bias], dg)
 
     def results(forward, backward) -> list[Tensor]:
-        return [g for g in (forward(a, A_log, bias, sign, factor), *backward(dg, a, A_log, bias, sign, factor))
-                if g is not None]  # fmt: skip
+        return [g for g in (forward(a, A_log, bias, *form), *backward(dg, a, A_log, bias, *form)) if g is not None]
 
     ours = results(decay.forward, decay.backward)
     return true, ours, results(log_decay.plain_log_decay, log_decay.plain_log_decay_backward)

@@ -19,7 +19,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -40,8 +39,6 @@ OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training"
          "ring_la.integrations.transformers", "ring_la.integrations.diffusers", "torch._dynamo", "diffusers",
          "transformers.modeling_utils")  # fmt: skip
 """What ranks import, each for itself unless the process they are forked from has: of it, what a run's tests import."""
-SHARED = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-"""What ranks on one GPU need: NCCL takes each for a host of its own, and memory may be mapped by its own device."""
 
 _groups: dict[int, Any] = {}
 _size = 0
@@ -65,10 +62,12 @@ class Ranks:
         self._pipes: list = []
 
     def start(self) -> None:
+        from ring_la.testing.processes import free_port
+
         server = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
         if self.backend == "gloo":  # imports once for all ranks and restarts; CUDA does not survive a fork
             server.set_forkserver_preload([__name__, *(name for name in OFTEN if name in sys.modules)])
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             here, there = server.Pipe()
             args = (rank, self.size, port, there, self.backend, self.environment)
@@ -151,12 +150,6 @@ def _stacks(pid: int) -> Path:
     return Path(tempfile.gettempdir()) / f"ring_la-rank-{pid}.txt"
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def _spoiled() -> bool:
     """Whether messages that nobody expects are left in this call's process group."""
     from ring_la.comm.members import Members
@@ -181,7 +174,9 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
     if backend == "nccl":  # whose first calls wait for each other's compilers; `HANG` still holds
         gpus = torch.cuda.device_count()
         if size > gpus:
-            os.environ |= SHARED | {"NCCL_HOSTID": f"rank {rank}"}
+            from ring_la.testing.processes import ON_ONE_GPU
+
+            os.environ |= ON_ONE_GPU | {"NCCL_HOSTID": f"rank {rank}"}
         device = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_la.capture import CapturedStep
+from ring_la.capturing import CapturedStep
 
 
 class Stand:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from functools import partial
 
 import pytest
 import torch
 
 import ring_la
-from ring_la.testing import Call, Subject, judge
+from ring_la.testing import Call, Subject, check_recurrence, judge
 from ring_la.testing.processes import Processes
 from ring_la.testing.rank import RankAnswer
 from tests.support.pool import group
@@ -192,8 +193,18 @@ def test_ranks_that_hang_or_die_are_told_apart():
         ("run", lambda: Subject("print", "gla")),
         ("kinds", lambda: Subject(print, "gla", kinds=("zig",))),
         ("kinds", lambda: Subject(print, "gla", kinds="zigzag")),
+        ("kinds", lambda: Subject(print, "gla", kinds=3)),
+        *((n, partial(Subject, print, "gla", **{n: v})) for n, v in (
+            ("options", {"scale": 1.0}), ("options", None), ("dtype", []), ("tolerance", 0), ("states", "no"),
+            ("heads", 4.0), ("heads", None), ("key_dim", "6"), ("tokens", 0), ("unit", True))),
+        *((n, partial(judge, Subject(print, "gla"), **{n: v})) for n, v in (
+            ("only", "packed"), ("only", 3), ("timeout", 0), ("timeout", "60"), ("seed", 1.5), ("show", None),
+            ("sizes", (True,)))),
+        *((n, partial(check_recurrence, ring_la.hgrn, **{n: v})) for n, v in (
+            ("documents", "packed"), ("documents", None), ("kinds", "zigzag"), ("kinds", ("zig",)), ("scans", 3),
+            ("dtype", None), ("dtype", torch.bfloat16))),
     ],
-)
+)  # fmt: skip
 def test_what_no_rank_can_be_given_is_named(name, call):
     with pytest.raises(ring_la.ArgumentError, match=f"^{name}: expected"):
         call()

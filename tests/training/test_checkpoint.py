@@ -197,6 +197,11 @@ def check_more(rank: int, folder: str) -> None:
     checkpoints.save(1, two.model, two.optimizer, {})
     with pytest.raises(ArgumentError, match=r"model: expected all that .*step-00000001 has of one, got .* 1\.weight"):
         checkpoints.load(one.model, one.optimizer)
+    for name, wrong in (("model", (two.optimizer, two.model)), ("optimizer", (two.model, None))):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a"):
+            checkpoints.load(*wrong)
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a"):
+            checkpoints.save(2, *wrong, {})
     checkpoints.save(2, two.model, two.optimizer, {})  # and removes step 1, beside folders of other names
     dist.barrier()
     assert sorted(os.listdir(folder)) == ["step-", "step-00000002", "step-x"]

@@ -117,6 +117,13 @@ def test_what_is_wrong_is_named(corpus, tmp_path):
         pq.write_table(pa.table({"body": TEXTS}), tmp_path / "b.parquet")
         with pytest.raises(ArgumentError, match=r"text_column: expected one of \['body'\] in .*b.parquet, got 'text'"):
             Corpus.prepare(str(tmp_path / "b.parquet"), str(tmp_path))
+    for name, wrong in (("source", None), ("cache", 3), ("tokenizer", print), ("text_column", None)):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a"):
+            Corpus.prepare(**dict(source=str(tmp_path / "a.jsonl"), cache=tmp_path) | {name: wrong})
+    with pytest.raises(ArgumentError, match=r"^folder: expected a path"):
+        Corpus(None)
+    with pytest.raises(ArgumentError, match=r"^sequences: expected a Dataset"):
+        batches(corpus, steps=1, size=1)
     for module, name in (("tokenizers", "nowhere.json"), ("transformers", "/no/where")):
         pytest.importorskip(module)
         with pytest.raises(ArgumentError, match=f"tokenizer: expected bytes, .*, got '{name}'"):
@@ -147,7 +154,15 @@ def test_a_share_that_there_is_not_is_refused(corpus, wrong):
 @pytest.mark.parametrize("kind", [PackedSequences, partial(BalancedSequences, sequences=2, work=Work())])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seq_len", "8"), ("seq_len", 8.0), ("seed", "a"), ("seed", 1.5), ("max_document", 2.5), ("begin", -3)],
+    [
+        ("seq_len", "8"),
+        ("seq_len", 8.0),
+        ("seed", "a"),
+        ("seed", 1.5),
+        ("seed", True),
+        ("max_document", 2.5),
+        ("begin", -3),
+    ],
 )
 def test_what_sequences_are_packed_by_is_checked(corpus, kind, name, value):
     with pytest.raises(ArgumentError, match=f"{name}: expected an int"):

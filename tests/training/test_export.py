@@ -90,5 +90,6 @@ def test_a_model_of_transformers_becomes_its_own_folder(ranks, tmp_path):
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert back.keys() == weights.keys()
     assert all(torch.equal(x, weights[name]) for name, x in back.items())
-    with pytest.raises(ArgumentError, match="dtype: expected one of stored, float32"):
-        export(run, tmp_path / "more", dtype="int8")
+    for name, wrong in (("dtype", "int8"), ("run", None), ("out", 3)):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            export(**{"run": run, "out": tmp_path / "more"} | {name: wrong})

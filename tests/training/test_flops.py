@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ring_la import ArgumentError
 from ring_la.models import HybridConfig
-from ring_la.training import StepFlops
+from ring_la.training import StepFlops, Work, peak_flops
 from ring_la.training.flops import pairs
 
 
@@ -51,3 +54,11 @@ def test_experts_count_as_far_as_a_token_uses_them():
     few = StepFlops(HybridConfig(19, 16, ["gdn"], 2, mlp_dim=32, **moe))
     dense = StepFlops(HybridConfig(19, 16, ["gdn"], 2, mlp_dim=64))
     assert few.per_token == dense.per_token + 2 * 8 * 16  # the router
+
+
+@pytest.mark.parametrize("wrong", [{"token": -1.0}, {"token": "x"}, {"pair": None}, {"pair": float("nan")}])
+def test_work_that_is_none_is_named(wrong):
+    with pytest.raises(ArgumentError, match=f"^{next(iter(wrong))}: expected"):
+        Work(**wrong)
+    with pytest.raises(ArgumentError, match=r"^device: expected a torch\.device, got 'cuda'"):
+        peak_flops("cuda")

@@ -91,6 +91,8 @@ def drawn(rank: int, layers: list[str]) -> tuple[int, int]:
     loss = model.loss(layout.shard(ids), layout=layout)
     loss.backward()
     assert torch.isfinite(loss)
+    with pytest.raises(ArgumentError, match="model: expected a HybridLM, got Linear"):
+        draw_hybrid(nn.Linear(2, 2, device="meta"), "cpu")
     with pytest.raises(ArgumentError, match="model: expected one made under"):
         draw_hybrid(whole, "cpu")
     return most, sum(2 * p.numel() for p in whole.parameters())
@@ -102,7 +104,15 @@ def test_a_model_is_drawn_a_block_at_a_time(ranks):
 
 
 def check_refusals(rank: int) -> None:
-    for axes in ({"data": 3}, {"data": -1, "context": -1}, {"data": 1, "fsdp": 1, "context": 2}, {"fsdp": 0}):
+    with pytest.raises(ArgumentError, match=r"^device_type: expected a str"):
+        TrainingMesh.make(torch.device("cpu"))
+    for axes in (
+        {"data": True},
+        {"data": 3},
+        {"data": -1, "context": -1},
+        {"data": 1, "fsdp": 1, "context": 2},
+        {"fsdp": 0},
+    ):
         with pytest.raises(ArgumentError, match="data, fsdp, context"):
             TrainingMesh.make("cpu", **axes)
     model, mesh = nn.Sequential(nn.Linear(2, 2)), TrainingMesh.make("cpu")
@@ -112,9 +122,14 @@ def check_refusals(rank: int) -> None:
         "experts: expected modules of Sequential": dict(blocks=[*model], experts=[nn.Linear(2, 2)]),
         "dtype: expected a floating torch.dtype": dict(blocks=[*model], dtype="bfloat16"),
         "mesh: expected a TrainingMesh": dict(blocks=[*model], mesh=mesh.axes),
+        "blocks: expected a list of modules": dict(blocks=model[0]),
+        "experts: expected a list of modules": dict(blocks=[*model], experts=None),
+        "methods: expected a list of names of methods, got 'loss'": dict(blocks=[*model], methods="loss"),
+        "average: expected True or False": dict(blocks=[*model], average="no"),
+        "model: expected a Module": dict(model=[*model], blocks=[*model]),
     }.items():
         with pytest.raises(ArgumentError, match=match):
-            shard_parameters(model, **{"mesh": mesh} | wrong)
+            shard_parameters(**{"model": model, "mesh": mesh} | wrong)
     assert type(model[0]) is nn.Linear  # nothing was sharded
 
 

@@ -87,6 +87,12 @@ def test_what_was_changed_before_it_was_copied_is_refused():
     x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place before Offload had copied it"):
         offload.unpack(kept)
-    for name, wrong in (("in_flight", "2"), ("in_flight", float("nan")), ("least", None), ("ahead", 1.5)):
+    for name, wrong in (
+        ("in_flight", "2"),
+        ("in_flight", float("nan")),
+        ("least", None),
+        ("ahead", 1.5),
+        ("ahead", True),
+    ):
         with pytest.raises(ArgumentError, match=f"{name}: expected"):
             Offload(**{name: wrong})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...capture import capture
+from ...capturing import capture
 from ...errors import UnsupportedError
 from .compare import mapped
 from .kernels import active_kernel

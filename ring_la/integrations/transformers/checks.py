@@ -55,7 +55,7 @@ class Checks:
     @torch.compiler.disable
     def _probe(self, model: PreTrainedModel) -> None:
         """Refuse a model of which something uncovered crosses the sequence."""
-        embedding, original = model.get_input_embeddings(), self.forwards.of(type(model))
+        embedding, original = model.get_input_embeddings(), self.forwards.of(model)
         inside = (
             [] if isinstance(embedding, nn.ModuleList) else embedding.modules()
         )  # an adapter's wrapper has it inside

@@ -21,7 +21,7 @@ def backbone_forward(self: Any, *args, **keywords) -> ModelOutput:
     call = self._ring_la.call
     if call is not None and call.head_only:
         return call.head.backbone
-    return self._ring_la.forwards.of(type(self))(self, *args, **keywords)
+    return self._ring_la.forwards.of(self)(self, *args, **keywords)
 
 
 def after_backbone(module: Any, args: tuple, output: object) -> None:

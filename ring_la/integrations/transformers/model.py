@@ -136,7 +136,7 @@ def _put_forwards(model: PreTrainedModel, forwards: ModuleForwards, undo: ExitSt
     backbone, forms = _backbone(model), NormForms()
     for name, module in model.named_modules():
         if module is model:
-            forward = model_forward(forwards.of(type(model)))
+            forward = model_forward(forwards.of(model))
         elif module is backbone:
             forward = backbone_forward
             undo.callback(module.register_forward_hook(after_backbone).remove)

@@ -78,7 +78,7 @@ class Sequences:
             module._ring_la_rows = self._step  # type: ignore[assignment]
             self._scans = self._scans or scans(module)
             if scans(module) and self._split is None and "forward" not in vars(module):
-                module.forward = types.MethodType(make_forward(type(module), self._alone), module)
+                module.forward = types.MethodType(make_forward(module, self._alone), module)
             if hasattr(module, "expand_kv") and caches_latents(type(module)):
                 self._latents[int(module.layer_idx)] = is_matrix(module.kv_b_proj)  # type: ignore[arg-type]
         self._short = False

@@ -11,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kept import recent
-from ring_la.kernels.fenwick.device import chunk_row, node_at, put, rows_of, state_at, tile
+from ring_la.kernels.fenwick.device import chunk_row, node_at, put, state_at, tile
 from ring_la.kernels.fenwick.table import table_of
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.sizes import width
+from ring_la.kernels.triton.tiles import head
 
 SIZES = ("T", "R", "N")
 CHUNK = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
@@ -48,11 +49,11 @@ def before_kernel(
         live = token < end
         into = state_at(out, b, row + i, h, R, H, K * K) + d[:, None] * K + e[None, :]
         tl.store(into, S.to(out.dtype.element_ty), whole)
-        x = tile(rows_of(K_, b, token, h, T, H, H, K), live, d, K)
-        y = tile(rows_of(K_, b, token, h, T, H, H, K), live, e, K).to(tl.float32)
-        c = tl.cumsum(tl.load(rows_of(g, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32), 0)
+        x = tile(head(K_, b, token, h, T, H, H, K), live, d, K)
+        y = tile(head(K_, b, token, h, T, H, H, K), live, e, K).to(tl.float32)
+        c = tl.cumsum(tl.load(head(g, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32), 0)
         total = tl.sum(tl.where(t == C - 1, c, 0.0), 0)
-        weight = tl.exp(total - c) * tl.load(rows_of(beta, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
+        weight = tl.exp(total - c) * tl.load(head(beta, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
         S = tl.dot(tl.trans(x), (y * weight[:, None]).to(x.dtype), S * tl.exp(total), input_precision=PREC)
 
 
@@ -85,10 +86,10 @@ def solve_kernel(
     t = tl.arange(0, C)
     token = place + t
     live = token < end
-    k = tile(rows_of(K_, b, token, h, T, H, H, K), live, d, K)
-    r = tile(rows_of(Q, b, token, h, T, H, H, K), live, d, K).to(tl.float32) * scale
-    c = tl.cumsum(tl.load(rows_of(g, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32), 0)
-    rate = tl.load(rows_of(beta, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
+    k = tile(head(K_, b, token, h, T, H, H, K), live, d, K)
+    r = tile(head(Q, b, token, h, T, H, H, K), live, d, K).to(tl.float32) * scale
+    c = tl.cumsum(tl.load(head(g, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32), 0)
+    rate = tl.load(head(beta, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
     S = node_at(states, b, row, h, R, d, d, H, K, K)
     ridge = tl.load(lam + h * K + d, d < K, other=1.0).to(tl.float32)[None, :]
     W = tl.exp(tl.where(t[:, None] >= t[None, :], c[:, None] - c[None, :], float("-inf"))) * rate[None, :]
@@ -107,7 +108,7 @@ def solve_kernel(
         p = r + over(left, size)[:, None] * p
         size = left
         todo = tl.where(tl.max((left > least).to(tl.int32), 0) > 0, todo - 1, 0)
-    put(rows_of(X, b, token, h, T, H, H, K), x, live, d, K)
+    put(head(X, b, token, h, T, H, H, K), x, live, d, K)
 
 
 @recent(256)

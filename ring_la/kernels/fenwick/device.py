@@ -17,12 +17,6 @@ def chunk_row(table, row):
 
 
 @triton.jit
-def rows_of(p, b, t, h, T, H: tl.constexpr, HV: tl.constexpr, D: tl.constexpr):
-    """Where tokens t of the head (of H) that value head h (of HV) reads begin, rows D wide, in 64 bits."""
-    return p + ((b.to(tl.int64) * T + t) * H + h // (HV // H)) * D
-
-
-@triton.jit
 def tile(p, live, cols, D: tl.constexpr):
     """[tokens, cols] of the rows at p; zero where there is no token or no column."""
     return tl.load(p[:, None] + cols[None, :], live[:, None] & (cols < D)[None, :], other=0.0)

@@ -14,19 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import (
-    SIZES,
-    chunk_row,
-    level_of,
-    level_weights,
-    node_at,
-    power,
-    put,
-    rows_of,
-    tile,
-)
+from ring_la.kernels.fenwick.device import SIZES, chunk_row, level_of, level_weights, node_at, power, put, tile
 from ring_la.kernels.fenwick.launches import LevelsCall
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -45,15 +36,15 @@ def queries_kernel(
     t = tl.arange(0, C)
     token = place + t
     live = (token >= start) & (token < end)
-    q = tile(rows_of(Q, b, token, h, T, HK, H, K), live, d, K)
-    k = tile(rows_of(K_, b, token, h, T, HK, H, K), live, d, K)
-    v = tile(rows_of(V_, b, token, h, T, H, H, V), live, e, V)
-    do = tile(rows_of(DO, b, token, h, T, H, H, V), live, e, V)
+    q = tile(head(Q, b, token, h, T, HK, H, K), live, d, K)
+    k = tile(head(K_, b, token, h, T, HK, H, K), live, d, K)
+    v = tile(head(V_, b, token, h, T, H, H, V), live, e, V)
+    do = tile(head(DO, b, token, h, T, H, H, V), live, e, V)
     ends = c + (b.to(tl.int64) * H + h) * T
     now = tl.load(ends + token, live, other=0.0)
     here = tl.where(live, now - tl.load(ends + tl.maximum(place, start)), 0.0).to(tl.float32)
-    weights = rows_of(lam, b, token, h, T, H, H, L)
-    into = rows_of(dlam, b, token, h, T, H, H, L)
+    weights = head(lam, b, token, h, T, H, H, L)
+    into = head(dlam, b, token, h, T, H, H, L)
     sees = (t[:, None] >= t[None, :]) & live[:, None]
     A = tl.dot(do, tl.trans(v), input_precision=PREC)
     A *= power(tl.where(sees, here[:, None] - here[None, :], float("-inf"))) * scale
@@ -81,7 +72,7 @@ def queries_kernel(
         tl.store(crossing + (tl.program_id(1).to(tl.int64) * UPPER + above) * R + row, tl.sum(found * weight, 0))
         dq += D * (decay * weight)[:, None]
         i -= low
-    put(rows_of(DQ, b, token, h, T, H, H, K), dq, live, d, K)
+    put(head(DQ, b, token, h, T, H, H, K), dq, live, d, K)
     tl.store(sums + (b.to(tl.int64) * H + h) * T + token, total, live)
 
 
@@ -102,16 +93,16 @@ def writes_kernel(
     t = tl.arange(0, C)
     token = place + t
     live = (token >= start) & (token < end)
-    q = tile(rows_of(Q, b, token, h, T, HK, H, K), live, d, K)
-    k = tile(rows_of(K_, b, token, h, T, HK, H, K), live, d, K)
-    v = tile(rows_of(V_, b, token, h, T, H, H, V), live, e, V)
-    do = tile(rows_of(DO, b, token, h, T, H, H, V), live, e, V)
+    q = tile(head(Q, b, token, h, T, HK, H, K), live, d, K)
+    k = tile(head(K_, b, token, h, T, HK, H, K), live, d, K)
+    v = tile(head(V_, b, token, h, T, H, H, V), live, e, V)
+    do = tile(head(DO, b, token, h, T, H, H, V), live, e, V)
     ends = c + (b.to(tl.int64) * H + h) * T
     now = tl.load(ends + token, live, other=0.0)
     here = tl.where(live, now - tl.load(ends + tl.maximum(place, start)), 0.0).to(tl.float32)
     seen = (t[:, None] <= t[None, :]) & live[:, None] & live[None, :]
     W = power(tl.where(seen, here[None, :] - here[:, None], float("-inf"))) * scale
-    W *= level_weights(rows_of(lam, b, token, h, T, H, H, L), live, t, L, LOWER, False)
+    W *= level_weights(head(lam, b, token, h, T, H, H, L), live, t, L, LOWER, False)
     P = tl.dot(k, tl.trans(q), input_precision=PREC) * W
     dv = tl.dot(P.to(do.dtype), do, input_precision=PREC)
     A = tl.dot(v, tl.trans(do), input_precision=PREC)
@@ -132,8 +123,8 @@ def writes_kernel(
         above = tl.load(table + node * 8 + 6)
         tl.store(crossing + (tl.program_id(1).to(tl.int64) * UPPER + above) * R + row, tl.sum(found, 0))
         i += low
-    put(rows_of(DK, b, token, h, T, H, H, K), dk, live, d, K)
-    put(rows_of(DV, b, token, h, T, H, H, V), dv, live, e, V)
+    put(head(DK, b, token, h, T, H, H, K), dk, live, d, K)
+    put(head(DV, b, token, h, T, H, H, V), dv, live, e, V)
     tl.store(sums + (b.to(tl.int64) * H + h) * T + token, total, live)
 
 

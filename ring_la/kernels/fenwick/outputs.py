@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import SIZES, chunk_row, level_weights, node_at, power, put, rows_of, tile
+from ring_la.kernels.fenwick.device import SIZES, chunk_row, level_weights, node_at, power, put, tile
 from ring_la.kernels.fenwick.launches import LevelsCall
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -30,13 +31,13 @@ def outputs_kernel(
     t = tl.arange(0, C)
     token = place + t
     live = (token >= start) & (token < end)
-    q = tile(rows_of(Q, b, token, h, T, HK, H, K), live, d, K)
-    k = tile(rows_of(K_, b, token, h, T, HK, H, K), live, d, K)
-    v = tile(rows_of(V_, b, token, h, T, H, H, V), live, e, V)
+    q = tile(head(Q, b, token, h, T, HK, H, K), live, d, K)
+    k = tile(head(K_, b, token, h, T, HK, H, K), live, d, K)
+    v = tile(head(V_, b, token, h, T, H, H, V), live, e, V)
     ends = c + (b.to(tl.int64) * H + h) * T
     now = tl.load(ends + token, live, other=0.0)
     here = tl.where(live, now - tl.load(ends + tl.maximum(place, start)), 0.0).to(tl.float32)
-    weights = rows_of(lam, b, token, h, T, H, H, L)
+    weights = head(lam, b, token, h, T, H, H, L)
     sees = (t[:, None] >= t[None, :]) & live[:, None]
     P = tl.dot(q, tl.trans(k), input_precision=PREC)
     P *= power(tl.where(sees, here[:, None] - here[None, :], float("-inf")))
@@ -52,7 +53,7 @@ def outputs_kernel(
         decay *= tl.load(weights + level, live, other=0.0).to(tl.float32)
         o += tl.dot(q, S, input_precision=PREC) * decay[:, None]
         i -= low
-    put(rows_of(O, b, token, h, T, H, H, V), o * scale, live, e, V)
+    put(head(O, b, token, h, T, H, H, V), o * scale, live, e, V)
 
 
 def outputs(call: LevelsCall, q: Tensor, k: Tensor, v: Tensor, c: Tensor, lam: Tensor, states: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import SIZES, chunk_row, power, rows_of, state_at, tile
+from ring_la.kernels.fenwick.device import SIZES, chunk_row, power, state_at, tile
 from ring_la.kernels.fenwick.launches import LevelsCall
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -40,12 +41,12 @@ def states_kernel(
     for at in range(begin, stop, C):
         token = at + t
         live = token < stop
-        x = tile(rows_of(X, b, token, h, T, HX, H, K), live, d, K)
-        y = tile(rows_of(Y, b, token, h, T, H, H, V), live, e, V)
+        x = tile(head(X, b, token, h, T, HX, H, K), live, d, K)
+        y = tile(head(Y, b, token, h, T, H, H, V), live, e, V)
         now = tl.load(ends + token, live, other=0.0)
         weight = power(tl.where(live, now - at_edge if READERS else at_edge - now, float("-inf")))
         if READERS:
-            weight *= scale * tl.load(rows_of(lam, b, token, h, T, H, H, L) + level, live, other=0.0).to(tl.float32)
+            weight *= scale * tl.load(head(lam, b, token, h, T, H, H, L) + level, live, other=0.0).to(tl.float32)
         S = tl.dot(tl.trans(x), (y * weight[:, None]).to(x.dtype), S, input_precision=PREC)
     into = state_at(out, b, row, h, R, H, K * V) + d[:, None] * V + e[None, :]
     tl.store(into, S.to(out.dtype.element_ty), (d < K)[:, None] & (e < V)[None, :])

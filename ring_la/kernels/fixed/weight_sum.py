@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.errors import UnsupportedError
+from ring_la.kernels import gpu
 from ring_la.kernels.fixed.bounds import BLOCK, GROUP, Bounds, bound_above, bounds_of
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import filled, launch
@@ -163,12 +164,6 @@ def division(tiles: int, count: int, slots: int) -> Division:
     return Division(whole, split, cdiv(count, part), part)
 
 
-@functools.cache
-def slots_of(device: torch.device) -> int:
-    """Programs that run at the same time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def add_full_blocks(
     dy: Tensor, x: Tensor, places: Tensor, run: bool, bounds: tuple[Bounds, Bounds], out: Tensor, wide: torch.dtype
 ) -> None:
@@ -179,7 +174,9 @@ def add_full_blocks(
     described = (
         TensorDescriptor(t, list(t.shape), [t.shape[1], 1], [HALF, n]) for t, n in ((dy, TILE.rows), (x, TILE.columns))
     )
-    whole, split, chunks, part = division(cdiv(N, TILE.rows) * cdiv(K, TILE.columns), count, slots_of(dy.device))
+    whole, split, chunks, part = division(
+        cdiv(N, TILE.rows) * cdiv(K, TILE.columns), count, gpu.multiprocessors(dy.device)
+    )
     skip = 0 if count > GROUP else whole
     kept = torch.empty(whole - skip + split * chunks, TILE.rows * TILE.columns, dtype=wide, device=dy.device)
     launch(
@@ -207,7 +204,7 @@ def adds_exactly(dtype: torch.dtype, device: torch.device) -> bool:
     Raises:
         UnsupportedError: it was not tried before a step is captured.
     """
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+    if not gpu.is_hopper(device):
         return False
     kind = (device, dtype, TILE)
     if kind not in _found:

@@ -1,8 +1,9 @@
-"""Log-decays from what a projection gives, ``g = −factor · e^{A_log} · softplus(sign · (a + bias))``.
+"""Log-decays from what a projection gives, ``g = −factor · e^{A_log} · softplus(y)`` with y = sign · (a + bias), or
+`bounded`, ``g = −factor · sigmoid(z)`` with z = e^{A_log} · y.
 
-One pass each way. With s = sigmoid(sign · (a + bias)) and c = −factor · e^{A_log}:
+One pass each way. dbias = Σ da, and with c = −factor · e^{A_log}, s = sigmoid(y) or sigmoid(z):
 
-    da = dg c sign s,   dbias = Σ da,   dA_log = Σ dg g
+    da = dg c sign s,   dA_log = Σ dg g;     bounded: da = dg c sign s (1 − s),   dA_log = Σ −dg factor s (1 − s) z
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def softplus(y):
 def decay_kernel(
     a, bias, A_log, dg, out, sums, rows, stride, sign, factor, C: tl.constexpr, WIDTH: tl.constexpr,
     RUN: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr,
-    SCALED: tl.constexpr, BACK: tl.constexpr,
+    SCALED: tl.constexpr, BOUNDED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """RUN rows of C channels, WIDTH of them a head: g, or (BACK) da and the sums of da and dg g, ``[runs, 2, C]``."""
     columns: tl.constexpr = (C + BC - 1) // BC
@@ -48,11 +49,12 @@ def decay_kernel(
     run = tl.program_id(0) // columns
     inside = c < C
     shift = tl.zeros([BC], tl.float32)
-    scale = tl.zeros([BC], tl.float32) - factor
+    rate = tl.full([BC], 1.0, tl.float32)
     if BIAS:
         shift += tl.load(bias + c, inside, other=0.0).to(tl.float32)
     if SCALED:
-        scale *= tl.exp(tl.load(A_log + c // WIDTH, inside, other=0.0).to(tl.float32))
+        rate = tl.exp(tl.load(A_log + c // WIDTH, inside, other=0.0).to(tl.float32))
+    scale = -factor * rate
     to_bias = tl.zeros([BC], tl.float32)
     to_scale = tl.zeros([BC], tl.float32)
     for first in range(run * RUN, min(run * RUN + RUN, rows), BT):
@@ -61,12 +63,21 @@ def decay_kernel(
         at = i.to(tl.int64)[:, None] * C + c[None, :]
         y = tl.load(a + i.to(tl.int64)[:, None] * (stride * UNIT) + c[None, :], live, other=0.0).to(tl.float32)
         y = sign * (y + shift[None, :])
+        if BOUNDED:
+            y *= rate[None, :]
         if BACK:
             d = tl.load(dg + at, live, other=0.0).to(tl.float32)
-            da = d * (scale * sign)[None, :] * tl.sigmoid(y)
+            slope = tl.sigmoid(y)
+            if BOUNDED:
+                slope *= tl.sigmoid(-y)
+                to_scale += tl.sum(d * slope * y, 0) * -factor
+            else:
+                to_scale += tl.sum(d * softplus(y), 0) * scale
+            da = d * (scale * sign)[None, :] * slope
             to_bias += tl.sum(da, 0)
-            to_scale += tl.sum(d * softplus(y), 0) * scale
             tl.store(out + at, da.to(out.dtype.element_ty), live)
+        elif BOUNDED:
+            tl.store(out + at, -factor * tl.sigmoid(y), live)
         else:
             tl.store(out + at, scale[None, :] * softplus(y), live)
     if BACK:
@@ -76,7 +87,7 @@ def decay_kernel(
 
 @replayed(4, strided=True)
 def _launch(
-    a: Tensor, A_log: Tensor | None, bias: Tensor | None, dg: Tensor | None, sign: float, factor: float
+    a: Tensor, A_log: Tensor | None, bias: Tensor | None, dg: Tensor | None, sign: float, factor: float, bounded: bool
 ) -> tuple[Tensor, Tensor]:
     C = a.shape[-1]
     flat, unit, step = matrix(a, C)
@@ -91,22 +102,22 @@ def _launch(
             decay_kernel, (runs * cdiv(C, block),), flat, flat if bias is None else bias,
             flat if A_log is None else A_log, flat if dg is None else dg, out, sums, count, step, sign, factor, C=C,
             WIDTH=1 if A_log is None else C // A_log.shape[0], RUN=RUN, BT=TOKENS * CHANNELS // block, BC=block,
-            UNIT=unit, BIAS=bias is not None, SCALED=A_log is not None, BACK=dg is not None, num_warps=WARPS,
-            tensors="strided",
+            UNIT=unit, BIAS=bias is not None, SCALED=A_log is not None, BOUNDED=bounded, BACK=dg is not None,
+            num_warps=WARPS, tensors="strided",
         )  # fmt: skip
     return out, sums
 
 
-def forward(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> Tensor:
-    """g, fp32; see `kernels.gates`."""
-    return _launch(a, A_log, bias, None, sign, factor)[0]
+def forward(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float, bounded: bool) -> Tensor:
+    """g, fp32; see `log_decay`."""
+    return _launch(a, A_log, bias, None, sign, factor, bounded)[0]
 
 
 def backward(
-    dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float
+    dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float, bounded: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of a, A_log and bias."""
-    da, sums = _launch(a, A_log, bias, dg, sign, factor)
+    da, sums = _launch(a, A_log, bias, dg, sign, factor, bounded)
     sums = sums.sum(0)
     dA = None if A_log is None else sums[1].view(A_log.shape[0], -1).sum(1).to(A_log.dtype)
     return da, dA, None if bias is None else sums[0].to(bias.dtype)

@@ -27,6 +27,13 @@ def chunk(T, H: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def model(Ws, cs, at, d, K: tl.constexpr):
+    """(W as [V, K], c) before a chunk."""
+    W = tl.load(Ws + at * K * K + d[:, None] * K + d[None, :], (d < K)[:, None] & (d < K)[None, :], other=0.0)
+    return W, tl.load(cs + at * K + d, d < K, other=0.0)
+
+
+@triton.jit
 def read(q, k, g, W, c, rate, last, t, scale, N: tl.constexpr, PREC: tl.constexpr):
     """z of a chunk: q W + c less the steps, of tiles of which W is [V, K]."""
     L = (tl.dot(q, tl.trans(k), input_precision=PREC) * scale + 1.0) * steps(rate, last, t, N)
@@ -44,8 +51,7 @@ def outputs_kernel(
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     at = row * NC + tl.program_id(0)
-    W = tl.load(Ws + at * K * K + d[:, None] * K + d[None, :], (d < K)[:, None] & (d < K)[None, :], other=0.0)
-    c = tl.load(cs + at * K + d, d < K, other=0.0)
+    W, c = model(Ws, cs, at, d, K)
     q = rows(Q, token, live, d, K)
     k = rows(K_, token, live, d, K)
     g = rows(D, token, live, d, K)
@@ -76,8 +82,7 @@ def before_kernel(
     dz = rows(DO, token, live, d, K).to(tl.float32)
     if NORM:
         g = rows(D, token, live, d, K)
-        W = tl.load(Ws + at * K * K + d[:, None] * K + d[None, :], (d < K)[:, None] & (d < K)[None, :], other=0.0)
-        c = tl.load(cs + at * K + d, d < K, other=0.0)
+        W, c = model(Ws, cs, at, d, K)
         last = tl.load(eta + ends, live, other=0.0).to(tl.float32)
         weight = tl.load(w + head * K + d, d < K, other=0.0).to(tl.float32)[None, :]
         hat, over = normal(read(q, k, g, W, c, rate, last, t, scale, N, PREC), d, eps, K)
@@ -102,8 +107,7 @@ def losses_kernel(
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     at = row * NC + tl.program_id(0)
-    W = tl.load(Ws + at * K * K + d[:, None] * K + d[None, :], (d < K)[:, None] & (d < K)[None, :], other=0.0)
-    c = tl.load(cs + at * K + d, d < K, other=0.0)
+    W, c = model(Ws, cs, at, d, K)
     k = rows(K_, token, live, d, K)
     g = rows(D, token, live, d, K)
     last = tl.load(eta + ends, live, other=0.0).to(tl.float32)

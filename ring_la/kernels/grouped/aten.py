@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .product import GroupedProduct, aligned, by_matrices, by_rows, capability
+from .. import gpu
+from .product import GroupedProduct, aligned, by_matrices, by_rows
 from .tail import zero_tail
 
 MAX_GROUPS = 1024  # what its CUDA kernels' setup holds
@@ -31,7 +32,7 @@ class Aten:
         if x.is_cuda:
             if x.dtype != torch.bfloat16:
                 return f"for {x.dtype} it would copy the sizes to the host; it takes bfloat16"
-            if capability(x.device)[0] not in (9, 10):
+            if gpu.capability(x.device)[0] not in (9, 10):
                 return "on this GPU it would copy the sizes to the host; it needs compute capability 9 or 10"
             if call.groups >= MAX_GROUPS:
                 return f"it takes fewer than {MAX_GROUPS} groups, not {call.groups}"

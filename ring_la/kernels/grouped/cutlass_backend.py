@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .product import GroupedProduct, aligned, capability, installed
+from .. import gpu
+from .product import GroupedProduct, aligned, installed
 from .tail import zero_tail
 
 
@@ -35,7 +36,7 @@ class Cutlass:
             return "nvidia-cutlass-operators is not installed"
         if not call.x.is_cuda:
             return f"it runs on CUDA, not on {call.x.device.type}"
-        if capability(call.x.device)[0] != 10:
+        if gpu.capability(call.x.device)[0] != 10:
             return "its grouped operators need compute capability 10 (on 9, 'torch' runs CUTLASS kernels)"
         return self.unsupported_layout(call)
 
@@ -66,7 +67,7 @@ class Cutlass:
         """An operator for this dtype and device and its artifact: the largest tile there is, on two SMs if it can."""
         key = (call.x.dtype, call.x.device)
         if key not in self.ready:
-            target = "{}{}a".format(*capability(call.x.device)) if call.x.is_cuda else None
+            target = "{}{}a".format(*gpu.capability(call.x.device)) if call.x.is_cuda else None
             found = operators().get_operators(arguments, target_sm=target)
             if not found:
                 raise RuntimeError(f"cutlass.operators offers no grouped GEMM of {call.x.dtype} for sm_{target}")

@@ -79,14 +79,3 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
         return False
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """The CUDA compute capability; asked once a device."""
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .product import GroupedProduct, aligned, by_matrices, by_rows, capability, installed, multiprocessors
+from .. import gpu
+from .product import GroupedProduct, aligned, by_matrices, by_rows, installed
 from .tuning import FP32, POINTERS, Tiles, tiles_for
 
 PLAN_TILES, PLAN_GROUPS = 32, 128  # entries a program of `plan` writes, groups it looks at together
@@ -22,7 +23,7 @@ class Triton:
         if call.x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"our kernel takes bfloat16, float16 and float32, not {call.x.dtype}"
         if call.x.is_cuda:
-            return "" if capability(call.x.device)[0] >= 8 else "it needs compute capability 8.0"
+            return "" if gpu.capability(call.x.device)[0] >= 8 else "it needs compute capability 8.0"
         from ..runtime.triton_version import interpreting
 
         return "" if interpreting() else f"it runs on CUDA, not on {call.x.device.type}"
@@ -35,7 +36,7 @@ class Triton:
 def bulk(*operands: Tensor) -> bool:
     """Whether these operands can be loaded through descriptors."""
     x = operands[0]
-    if x.dtype == torch.float32 or (x.is_cuda and capability(x.device)[0] < 9):
+    if x.dtype == torch.float32 or not gpu.copies_tiles(x.device):
         return False
     return all(map(aligned, operands))
 
@@ -50,7 +51,7 @@ def programs(device: torch.device, tiles: Tiles, count: int) -> int:
     """How many programs share out at most `count` tiles."""
     if tiles.per_sm == 0 or device.type != "cuda":
         return max(count, 1) if device.type == "cuda" else min(count, 3)
-    return max(min(multiprocessors(device) * tiles.per_sm, count), 1)
+    return max(min(gpu.multiprocessors(device) * tiles.per_sm, count), 1)
 
 
 def fallback(dtype: torch.dtype) -> Tiles:

@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import node_at, put, rows_of, tile
+from ring_la.kernels.fenwick.device import node_at, put, tile
 from ring_la.kernels.momentum.device import SIZES, chunk, number, rates_at, sharp, square
 from ring_la.kernels.momentum.launches import ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -21,11 +22,11 @@ def outputs_kernel(
     row, b, h, token, live = chunk(table, H, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
-    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)
-    asks = tile(rows_of(q, b, token, h, T, H, H, K), live, d, K)
+    keys = tile(head(k, b, token, h, T, H, H, K), live, d, K)
+    asks = tile(head(q, b, token, h, T, H, H, K), live, d, K)
     read = sharp(asks, keys, keys.dtype, True) * -number(eta, b, token, h, T, live, H)[None, :]
     read *= tl.load(square(squares, 0, b, row, h, R, H, C))
-    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
+    w = tile(head(W, b, token, h, T, H, H, V), live, e, V)
     o = sharp(read, w, keys.dtype)
     at = rates_at(rates, b, row, h, R, H, C) + tl.arange(0, C)
     wide = asks.to(tl.float32)
@@ -33,7 +34,7 @@ def outputs_kernel(
     o = tl.dot((wide * tl.load(at + 4 * C)[:, None]).to(keys.dtype), S, o)
     M = node_at(Ms, b, row, h, R, d, e, H, K, V)
     o = tl.dot((wide * -tl.load(at + 5 * C)[:, None]).to(keys.dtype), M, o)
-    put(rows_of(O, b, token, h, T, H, H, V), o * scale, live, e, V)
+    put(head(O, b, token, h, T, H, H, V), o * scale, live, e, V)
 
 
 def outputs(call: ChunksCall, x: Given, kept: KeptMomentum) -> Tensor:

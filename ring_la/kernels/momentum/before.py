@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import put, rows_of, tile
+from ring_la.kernels.fenwick.device import put, tile
 from ring_la.kernels.momentum.device import SIZES, chunk, number, rates_at, sharp, square
 from ring_la.kernels.momentum.launches import ChunksCall, Given
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -22,14 +23,14 @@ def forwards_kernel(
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
     X = tl.load(square(squares, 2, b, row, h, R, H, C))
-    asks = tile(rows_of(p, b, token, h, T, H, H, K), live, d, K)
+    asks = tile(head(p, b, token, h, T, H, H, K), live, d, K)
     at = rates_at(rates, b, row, h, R, H, C) + 2 * C + tl.arange(0, C)
     y = asks.to(tl.float32) * tl.load(at)[:, None]
-    put(rows_of(P1, b, token, h, T, H, H, K), y + sharp(X, y, asks.dtype), live, d, K)
+    put(head(P1, b, token, h, T, H, H, K), y + sharp(X, y, asks.dtype), live, d, K)
     y = asks.to(tl.float32) * -tl.load(at + C)[:, None]
-    put(rows_of(P2, b, token, h, T, H, H, K), y + sharp(X, y, asks.dtype), live, d, K)
-    x = tile(rows_of(v, b, token, h, T, H, H, V), live, e, V)
-    put(rows_of(U, b, token, h, T, H, H, V), -(x.to(tl.float32) + sharp(X, x, x.dtype)), live, e, V)
+    put(head(P2, b, token, h, T, H, H, K), y + sharp(X, y, asks.dtype), live, d, K)
+    x = tile(head(v, b, token, h, T, H, H, V), live, e, V)
+    put(head(U, b, token, h, T, H, H, V), -(x.to(tl.float32) + sharp(X, x, x.dtype)), live, e, V)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -41,18 +42,18 @@ def backwards_kernel(
     row, b, h, token, live = chunk(table, H, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
-    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)
-    asks = tile(rows_of(q, b, token, h, T, H, H, K), live, d, K)
+    keys = tile(head(k, b, token, h, T, H, H, K), live, d, K)
+    asks = tile(head(q, b, token, h, T, H, H, K), live, d, K)
     read = sharp(keys, asks, keys.dtype, True) * (number(eta, b, token, h, T, live, H) * scale)[:, None]
     read *= tl.load(square(squares, 0, b, row, h, R, H, C, True))
-    y = -sharp(read, tile(rows_of(do, b, token, h, T, H, H, V), live, e, V), keys.dtype)
+    y = -sharp(read, tile(head(do, b, token, h, T, H, H, V), live, e, V), keys.dtype)
     X = tl.load(square(squares, 2, b, row, h, R, H, C, True))
-    put(rows_of(DY, b, token, h, T, H, H, V), y + sharp(X, y, keys.dtype), live, e, V)
+    put(head(DY, b, token, h, T, H, H, V), y + sharp(X, y, keys.dtype), live, e, V)
     at = rates_at(rates, b, row, h, R, H, C) + tl.arange(0, C)
     y = keys.to(tl.float32) * -tl.load(at)[:, None]
-    put(rows_of(E1, b, token, h, T, H, H, K), y + sharp(X, y, keys.dtype), live, d, K)
+    put(head(E1, b, token, h, T, H, H, K), y + sharp(X, y, keys.dtype), live, d, K)
     y = keys.to(tl.float32) * tl.load(at + C)[:, None]
-    put(rows_of(E2, b, token, h, T, H, H, K), y + sharp(X, y, keys.dtype), live, d, K)
+    put(head(E2, b, token, h, T, H, H, K), y + sharp(X, y, keys.dtype), live, d, K)
 
 
 def before_forwards(

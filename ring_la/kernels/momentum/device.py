@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.fenwick.device import chunk_row, rows_of, state_at
+from ring_la.kernels.fenwick.device import chunk_row, state_at
+from ring_la.kernels.triton.tiles import head
 
 SIZES = ("T", "R", "N")
 """Kernel arguments that change from call to call: no kernel is compiled anew for them."""
@@ -32,7 +33,7 @@ def chunk(table, H: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def number(p, b, token, h, T, live, H: tl.constexpr):
     """A number of each token, in fp32."""
-    return tl.load(rows_of(p, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
+    return tl.load(head(p, b, token, h, T, H, H, 1), live, other=0.0).to(tl.float32)
 
 
 @triton.jit

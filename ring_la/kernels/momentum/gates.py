@@ -6,19 +6,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import node_at, rows_of, tile
+from ring_la.kernels.fenwick.device import node_at, tile
 from ring_la.kernels.momentum.device import SIZES, chunk, kept, kept_turned, last, number, rates_at, sharp, sum_from
 from ring_la.kernels.momentum.launches import ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit
 def put_gates(p, of_g, of_mu, of_beta, b, token, h, T, live, H: tl.constexpr):
     """Gradients of g, mu and beta ``[3, B, T, H]``."""
     size = (tl.num_programs(1) // H).to(tl.int64) * T * H
-    tl.store(rows_of(p, b, token, h, T, H, H, 1), of_g, live)
-    tl.store(rows_of(p + size, b, token, h, T, H, H, 1), of_mu, live)
-    tl.store(rows_of(p + 2 * size, b, token, h, T, H, H, 1), of_beta, live)
+    tl.store(head(p, b, token, h, T, H, H, 1), of_g, live)
+    tl.store(head(p + size, b, token, h, T, H, H, 1), of_mu, live)
+    tl.store(head(p + 2 * size, b, token, h, T, H, H, 1), of_beta, live)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -31,11 +32,11 @@ def pairs_kernel(
     t = tl.arange(0, C)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
-    grad = tile(rows_of(G, b, token, h, T, H, H, V), live, e, V)
-    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
+    grad = tile(head(G, b, token, h, T, H, H, V), live, e, V)
+    w = tile(head(W, b, token, h, T, H, H, V), live, e, V)
     met = sharp(grad, w, k.dtype.element_ty, True) * (number(eta, b, token, h, T, live, H) * -scale)[None, :]
-    asks = tile(rows_of(x, b, token, h, T, H, H, K), live, d, K)
-    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)
+    asks = tile(head(x, b, token, h, T, H, H, K), live, d, K)
+    keys = tile(head(k, b, token, h, T, H, H, K), live, d, K)
     met *= tl.dot(asks, tl.trans(keys))
     dgamma = tl.where(t[:, None] > t[None, :] if EARLIER else t[:, None] >= t[None, :], met, 0.0)
     at = t + (2 * C if EARLIER else 4 * C)

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import node_at, put, rows_of, tile
+from ring_la.kernels.fenwick.device import node_at, put, tile
 from ring_la.kernels.momentum.device import SIZES, chunk, number, rates_at, sharp, square
 from ring_la.kernels.momentum.launches import ROWS, ChunksCall, Given, KeptMomentum
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -29,21 +30,21 @@ def reads_kernel(
     at = t + (2 * C if EARLIER else 4 * C)
     said = rates_at(rates, b, row, h, R, H, C) + at
     into = rates_at(sums, b, row, h, R, H, C) + at
-    grad = tile(rows_of(G, b, token, h, T, H, H, V), live, e, V)
-    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
+    grad = tile(head(G, b, token, h, T, H, H, V), live, e, V)
+    w = tile(head(W, b, token, h, T, H, H, V), live, e, V)
     narrow = grad.to(k.dtype.element_ty)
     gamma = tl.load(square(squares, 1 if EARLIER else 0, b, row, h, R, H, C))
     gamma *= sharp(grad, w, narrow.dtype, True) * number(eta, b, token, h, T, live, H)[None, :]
-    dx = -sharp(gamma, tile(rows_of(k, b, token, h, T, H, H, K), live, d, K), narrow.dtype)
+    dx = -sharp(gamma, tile(head(k, b, token, h, T, H, H, K), live, d, K), narrow.dtype)
     tl.debug_barrier()  # what follows is not begun before: registers are full
-    asks = tile(rows_of(x, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
+    asks = tile(head(x, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
     y = tl.dot(narrow, tl.trans(node_at(Ss, b, row, h, R, d, e, H, K, V)))
     tl.store(into, tl.sum(asks * y, 1) * scale)
     dx += y * tl.load(said)[:, None]
     y = tl.dot(narrow, tl.trans(node_at(Ms, b, row, h, R, d, e, H, K, V)))
     tl.store(into + C, tl.sum(asks * y, 1) * -scale)
     dx -= y * tl.load(said + C)[:, None]
-    put(rows_of(DX, b, token, h, T, H, H, K), dx * scale, live, d, K)
+    put(head(DX, b, token, h, T, H, H, K), dx * scale, live, d, K)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -58,17 +59,17 @@ def writes_kernel(
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
     step = number(eta, b, token, h, T, live, H)
-    w = tile(rows_of(W, b, token, h, T, H, H, V), live, e, V)
-    met = sharp(w, tile(rows_of(do, b, token, h, T, H, H, V), live, e, V), k.dtype.element_ty, True)
+    w = tile(head(W, b, token, h, T, H, H, V), live, e, V)
+    met = sharp(w, tile(head(do, b, token, h, T, H, H, V), live, e, V), k.dtype.element_ty, True)
     met *= tl.load(square(squares, 0, b, row, h, R, H, C, True)) * -scale
-    asks = tile(rows_of(q, b, token, h, T, H, H, K), live, d, K)
+    asks = tile(head(q, b, token, h, T, H, H, K), live, d, K)
     dk = sharp(met, asks, asks.dtype)
-    met = sharp(w, tile(rows_of(DV, b, token, h, T, H, H, V), live, e, V), k.dtype.element_ty, True)
+    met = sharp(w, tile(head(DV, b, token, h, T, H, H, V), live, e, V), k.dtype.element_ty, True)
     met *= tl.load(square(squares, 1, b, row, h, R, H, C, True))
-    asks = tile(rows_of(p, b, token, h, T, H, H, K), live, d, K)
+    asks = tile(head(p, b, token, h, T, H, H, K), live, d, K)
     dk += sharp(met, asks, asks.dtype)
     tl.debug_barrier()  # what follows is not begun before: registers are full
-    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
+    keys = tile(head(k, b, token, h, T, H, H, K), live, d, K).to(tl.float32)
     narrow = w.to(k.dtype.element_ty)
     into = rates_at(sums, b, row, h, R, H, C) + t
     y = tl.dot(narrow, tl.trans(node_at(dSs, b, row, h, R, d, e, H, K, V)))
@@ -79,8 +80,8 @@ def writes_kernel(
     to_M = tl.load(said + C)
     tl.store(into + C, tl.sum(keys * y, 1) * step * to_M)
     dk += y * to_M[:, None]
-    put(rows_of(DK, b, token, h, T, H, H, K), dk * step[:, None], live, d, K)
-    tl.store(rows_of(deta, b, token, h, T, H, H, 1), tl.sum(dk * keys, 1), live)
+    put(head(DK, b, token, h, T, H, H, K), dk * step[:, None], live, d, K)
+    tl.store(head(deta, b, token, h, T, H, H, 1), tl.sum(dk * keys, 1), live)
 
 
 def reads(

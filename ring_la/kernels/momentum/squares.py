@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import rows_of, tile
+from ring_la.kernels.fenwick.device import tile
 from ring_la.kernels.momentum.device import SIZES, chunk, kept, last, number, rates_at, sharp, square
 from ring_la.kernels.momentum.launches import ROWS, SQUARES, ChunksCall, Given
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.triton.tiles import head
 from ring_la.kernels.wy.inverse import invert
 
 
@@ -50,8 +51,8 @@ def squares_kernel(
     tl.store(into + 3 * C, tl.sum(steps * m[None, :], 1))
     gamma = sharp(steps, D, exact)
     tl.store(square(squares, 1, b, row, h, R, H, C), gamma)
-    keys = tile(rows_of(k, b, token, h, T, H, H, K), live, d, K)
-    asks = tile(rows_of(p, b, token, h, T, H, H, K), live, d, K)
+    keys = tile(head(k, b, token, h, T, H, H, K), live, d, K)
+    asks = tile(head(p, b, token, h, T, H, H, K), live, d, K)
     L = sharp(asks, keys, keys.dtype, True) * gamma * step[None, :]
     tl.store(square(squares, 2, b, row, h, R, H, C), invert(L, C, "tf32x3"))
 

@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fenwick.device import put, rows_of, state_at, tile
+from ring_la.kernels.fenwick.device import put, state_at, tile
 from ring_la.kernels.momentum.device import SIZES, rates_at
 from ring_la.kernels.momentum.launches import ChunksCall, Given
 from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.triton.tiles import head
 
 
 @triton.jit
@@ -59,13 +60,13 @@ def forwards_kernel(
         M_now = M.to(Ms.dtype.element_ty)
         tl.store(state_at(Ss, b, row + i, h, R, H, K * V) + inside, S_now, whole)
         tl.store(state_at(Ms, b, row + i, h, R, H, K * V) + inside, M_now, whole)
-        x = tile(rows_of(P1, b, token, h, T, H, H, K), live, d, K)
-        y = tile(rows_of(P2, b, token, h, T, H, H, K), live, d, K)
+        x = tile(head(P1, b, token, h, T, H, H, K), live, d, K)
+        y = tile(head(P2, b, token, h, T, H, H, K), live, d, K)
         w = tl.dot(x, S_now)
         w = tl.dot(y, M_now, w)
-        w += tile(rows_of(U, b, token, h, T, H, H, V), live, e, V).to(tl.float32)
-        put(rows_of(W, b, token, h, T, H, H, V), w, live, e, V)
-        keys = tl.trans(tile(rows_of(k, b, token, h, T, H, H, K), live, d, K))
+        w += tile(head(U, b, token, h, T, H, H, V), live, e, V).to(tl.float32)
+        put(head(W, b, token, h, T, H, H, V), w, live, e, V)
+        keys = tl.trans(tile(head(k, b, token, h, T, H, H, K), live, d, K))
         to_S = (w * -tl.load(said + t)[:, None]).to(keys.dtype)
         to_M = (w * tl.load(said + C + t)[:, None]).to(keys.dtype)
         S = tl.dot(keys, to_S, S * kept - M * mixed)
@@ -104,15 +105,15 @@ def backwards_kernel(
         M_now = M.to(dMs.dtype.element_ty)
         tl.store(state_at(dSs, b, row + i, h, R, H, K * V) + inside, S_now, whole)
         tl.store(state_at(dMs, b, row + i, h, R, H, K * V) + inside, M_now, whole)
-        x = tile(rows_of(E1, b, token, h, T, H, H, K), live, d, K)
-        y = tile(rows_of(E2, b, token, h, T, H, H, K), live, d, K)
+        x = tile(head(E1, b, token, h, T, H, H, K), live, d, K)
+        y = tile(head(E2, b, token, h, T, H, H, K), live, d, K)
         dy = tl.dot(x, S_now)
         dy = tl.dot(y, M_now, dy)
-        dy += tile(rows_of(DY, b, token, h, T, H, H, V), live, e, V).to(tl.float32)
-        put(rows_of(DV, b, token, h, T, H, H, V), -dy, live, e, V)
-        asks = tl.trans(tile(rows_of(p, b, token, h, T, H, H, K), live, d, K))
-        reads = tl.trans(tile(rows_of(q, b, token, h, T, H, H, K), live, d, K))
-        grad = tile(rows_of(do, b, token, h, T, H, H, V), live, e, V).to(tl.float32) * scale
+        dy += tile(head(DY, b, token, h, T, H, H, V), live, e, V).to(tl.float32)
+        put(head(DV, b, token, h, T, H, H, V), -dy, live, e, V)
+        asks = tl.trans(tile(head(p, b, token, h, T, H, H, K), live, d, K))
+        reads = tl.trans(tile(head(q, b, token, h, T, H, H, K), live, d, K))
+        grad = tile(head(do, b, token, h, T, H, H, V), live, e, V).to(tl.float32) * scale
         M = M * held - S * mixed
         S = tl.dot(asks, (dy * tl.load(said + 2 * C + t)[:, None]).to(asks.dtype), S * kept)
         S = tl.dot(reads, (grad * tl.load(said + 4 * C + t)[:, None]).to(asks.dtype), S)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_la.kernels import gpu
 from ring_la.kernels.runtime.observer import observing
 from ring_la.kernels.runtime.streams import launching_on
 from ring_la.kernels.runtime.triton_version import (
@@ -321,7 +322,7 @@ def _make_current(device: int) -> None:
 @functools.cache
 def _loaded(kernel: CudaKernel, device: int) -> LoadedCudaKernel:
     """The kernel on the current device. Its module is never unloaded."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = gpu.capability(torch.device("cuda", device))
     code = compiled(kernel, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
     torch.cuda.current_blas_handle()  # the device's context is there, and current in this thread
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()

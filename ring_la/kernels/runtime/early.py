@@ -10,15 +10,13 @@ may be loaded early, too.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-HOPPER = 9
+from ring_la.kernels import gpu
 
 
 @triton.jit
@@ -30,10 +28,5 @@ def others_may_begin():
 
 def options(x: Tensor, wanted: bool = True) -> dict[str, Any]:
     """The constant EARLY, and what Triton is told, of a launch on the device of x."""
-    early = wanted and x.is_cuda and _can(x.device)
+    early = wanted and x.is_cuda and gpu.from_hopper(x.device)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-@functools.cache
-def _can(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= HOPPER

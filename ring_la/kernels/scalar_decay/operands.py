@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels import gpu
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
@@ -96,12 +96,7 @@ def described(plan: SpanPlan) -> bool:
     B, T, H, _, K, V = plan.sizes
     whole = all(columns(n) == n for n in (K, V)) and (B == 1 or T % plan.chunk == 0)
     large = B * T * H * max(K, V) >= table.DESCRIBED
-    return (large or plan.crowded) and whole and not plan.packed and plan.half and _copies(plan.device)
-
-
-def _copies(device: torch.device) -> bool:
-    """Whether the device has a copy engine for tiles."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+    return (large or plan.crowded) and whole and not plan.packed and plan.half and gpu.copies_tiles(plan.device)
 
 
 def tiles(plan: SpanPlan, x: Tensor, block: int, by_descriptor: bool = True) -> Tensor | TensorDescriptor:

@@ -22,7 +22,7 @@ from ring_la.kernels.triton.tiles import SIZES, put, span
 
 @triton.jit(do_not_specialize=SIZES)
 def writes_kernel(
-    Q, K_, V_, DO, F, entering, DK, DV, leaving, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr, HK: tl.constexpr,
+    Q, K_, V_, DO, F, entering, DK, DV, leaving, table, T, NS, N, LENGTH, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     HAS_STATE: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def write_gradients(
             tiles(plan, inputs.q, wk), tiles(plan, inputs.k, wk), tiles(plan, inputs.v, wv), tiles(plan, do, wv),
             gates.read, adjoint, dk, dv, dS0,
         ),
-        spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale, HK=HK, K=K, V=V, BK=wk,
+        spans.table, T, spans.count, spans.pieces, spans.length, plan.scale, HK=HK, K=K, V=V, BK=wk,
         BV=wv, GATED=gates.present, HAS_STATE=adjoint is not None, **shared_constants(plan), **how.options,
     )  # fmt: skip
     return dk, dv

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule
+from ring_la.kernels import gpu
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.triton_version import gluon_is_proven
@@ -70,16 +71,12 @@ def query_dtype(rule: Rule, q: Tensor, dtype: torch.dtype) -> torch.dtype:
 @functools.cache
 def hopper(device: torch.device) -> bool:
     """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
-    here = device.type == "cuda" and torch.version.cuda is not None and gluon_is_proven()
-    return here and torch.cuda.get_device_capability(device)[0] == 9
+    return gpu.is_hopper(device) and gluon_is_proven()
 
 
-@functools.cache
 def little_shared(device: torch.device) -> bool:
     """Whether a program gets less shared memory than the tables ask for: Ada and GeForce cards have 100 KB."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor < table.SHARED
+    return device.type == "cuda" and gpu.shared_memory(device) < table.SHARED
 
 
 class CallSizes(NamedTuple):

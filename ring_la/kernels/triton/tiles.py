@@ -50,7 +50,7 @@ def entry(b, s, h, N, H: tl.constexpr):
 
 @triton.jit
 def head(p, b, t, h, T, H: tl.constexpr, HV: tl.constexpr, D: tl.constexpr):
-    """Pointer to token t of the head (of H) that value head h (of HV) reads, rows D wide."""
+    """Pointers to tokens t, one or several, of the head (of H) that value head h (of HV) reads, rows D wide."""
     return p + ((b.to(tl.int64) * T + t) * H + h // (HV // H)) * D
 
 

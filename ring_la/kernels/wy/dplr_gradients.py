@@ -139,7 +139,7 @@ def dplr_gradient_kernel(
         dG += read - written
         put(head(dq_, i_b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
     xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
-    gp = gates_before(g, g_, t, n, d, H * K, K)
+    gp = gates_before(g_, t, n, d, H * K, K)
     da *= tl.exp2(gp)
     reads = xa.to(tl.float32) * da  # at G', so only from the next token on
     if not LEVELLED:

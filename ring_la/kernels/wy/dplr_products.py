@@ -43,7 +43,7 @@ from ring_la.kernels.wy.saved import ChunkProducts, SavedProducts
 
 
 @triton.jit
-def gates_before(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr):
+def gates_before(g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr):
     """G of the token before; 0 for the chunk's first."""
     before = gates_at(g_, tl.minimum(tl.maximum(t - 1, 0), n - 1), d, STRIDE, D)
     return tl.where((t == 0)[:, None], 0.0, before)
@@ -167,7 +167,7 @@ def dplr_levels_kernel(
         xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
         yb = tile(head(b, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
         g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
-        gp = gates_before(g, g_, t, n, d, H * K, K)
+        gp = gates_before(g_, t, n, d, H * K, K)
         gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
         w = tl.exp2(gc[None, :] - g)
         put(head(qr_, i_b, start, h, T, H, H, K), xq * tl.exp2(g), t, n, d, H * K, K)

@@ -121,7 +121,7 @@ def dplr_far_rows_kernel(
         xa = tile(a + at, t, n, d, H * K, K)
         yb = tile(b + at, t, n, d, H * K, K)
         g = gates_at(G_, tl.minimum(t, n - 1), d, H * K, K)
-        gp = gates_before(g, G_, t, n, d, H * K, K)
+        gp = gates_before(G_, t, n, d, H * K, K)
         qk += tl.where(same, tl.sum(xq.to(tl.float32) * yk.to(tl.float32), 1)[:, None], 0.0)
         qb += tl.where(same, tl.sum(xq.to(tl.float32) * yb.to(tl.float32), 1)[:, None], 0.0)
         least = tl.minimum(least, reach(g, G_, t, n, d, H * K, K, LEVELS, LIMIT))

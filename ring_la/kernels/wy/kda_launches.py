@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ring_la.kernels import gpu
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
@@ -23,7 +24,6 @@ from ring_la.kernels.runtime.zeros import zeros
 from ring_la.kernels.sizes import cdiv
 from ring_la.kernels.spans.heads import by_key_head
 from ring_la.kernels.spans.table import SAVED_STATES
-from ring_la.kernels.wy import span_call
 from ring_la.kernels.wy.passing import MAIL, Passing
 from ring_la.kernels.wy.span_call import HEAD, Cut, SpanCall, by_row, chunk_count, side_by_side
 
@@ -131,7 +131,7 @@ class KDACall(SpanCall):
 def beside(call: KDACall, heads: int) -> int:
     """Programs that see to states that leave pieces and come, beside those of spans: on what multiprocessors are left,
     if all run at once."""
-    left = span_call.multiprocessors(call.inputs.v.device) - call.count * heads
+    left = gpu.multiprocessors(call.inputs.v.device) - call.count * heads
     return max(0, min(BESIDE, call.pieces * heads, left))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule
+from ring_la.kernels import gpu
 from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, OutputUse, Summary
 from ring_la.kernels.runtime import cuda_kernel
 from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches
@@ -133,7 +134,7 @@ def unsupported(inputs: Inputs, packed: bool) -> str:
         return "packed pieces in several batch rows"
     if v.shape[0] * v.shape[1] == 0 or v.shape[0] * v.shape[1] >= 2**31:
         return f"{v.shape[0]} × {v.shape[1]} tokens"
-    if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device) != (9, 0):
+    if not gpu.is_hopper(v.device):
         return "the device is no Hopper GPU"
     return cuda_kernel.unsupported()
 

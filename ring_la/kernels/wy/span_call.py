@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ring_la.kernels import gpu
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.sizes import cdiv
@@ -26,15 +26,10 @@ Cut = Callable[[int, int, int, int, bool], tuple[int, int]]
 whether all pieces have as many tokens."""
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Programs that run at a time: these kernels fill a multiprocessor each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def side_by_side(programs: int, device: torch.device) -> bool:
-    """Whether they all run at once: none has to take its number in the order that they begin in."""
-    return programs <= multiprocessors(device)
+    """Whether they all run at once, as these kernels fill a multiprocessor each: none has to take its number in the
+    order that they begin in."""
+    return programs <= gpu.multiprocessors(device)
 
 
 def as_read(inputs: Inputs) -> Inputs:
@@ -80,7 +75,7 @@ class SpanCall:
         v = inputs.v
         B, T, H = v.shape[:3]
         pieces, chunks = B if cu is None else cu.numel() - 1, chunk_count(B, T, cu, cls.chunk)
-        length, outer = cut(B * T, H, pieces, multiprocessors(v.device), cu is None)
+        length, outer = cut(B * T, H, pieces, gpu.multiprocessors(v.device), cu is None)
         if cu is None:
             count = B * (1 + cdiv(max(T - outer, 0), length))
             return cls(inputs, None, scale, pieces, length, outer, count, chunks, None)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels import gpu
 from ..geometry import Tile
 from ..scores import Scores
 from .backend import Ask, QueryRows, TileBackend
@@ -31,7 +32,7 @@ class Flash(VarlenBackend):
             return why
         if ask.repeatable and not torch.are_deterministic_algorithms_enabled():
             return "its backward is repeatable only under torch.use_deterministic_algorithms"
-        return "" if torch.cuda.get_device_capability(ask.device) >= (8, 0) else "it needs compute capability 8.0"
+        return "" if gpu.capability(ask.device) >= (8, 0) else "it needs compute capability 8.0"
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
@@ -81,10 +82,9 @@ class CuDNN(TileBackend):
             return "tensors are not on a CUDA device"
         if ask.dtype not in HALVES:
             return f"it needs fp16 or bf16, not {ask.dtype}"
-        capability = torch.cuda.get_device_capability(ask.device)
-        if capability < (8, 0) or not torch.backends.cudnn.is_available():
+        if gpu.capability(ask.device) < (8, 0) or not torch.backends.cudnn.is_available():
             return "it needs compute capability 8.0 and cuDNN"
-        if ask.width > (256 if WIDE and capability == (9, 0) else 128) or ask.width % 8:
+        if ask.width > (256 if WIDE and gpu.is_hopper(ask.device) else 128) or ask.width % 8:
             up_to = "up to 128 (256 on compute capability 9.0 from PyTorch 2.11 on)"
             return f"it needs K a multiple of 8 {up_to}, not {ask.width}"
         if ask.repeatable:
@@ -94,13 +94,11 @@ class CuDNN(TileBackend):
     def suits(self, ask: Ask) -> bool:
         """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding. Of heads wider
         than 128 those of 256 channels alone were compared with fp64."""
-        hopper = torch.cuda.get_device_capability(ask.device) >= (9, 0)
         compared = ask.width != ask.value_width or ask.width <= 128 or ask.width == 256
-        return hopper and not ask.packed and enough_rows(ask) and compared
+        return gpu.from_hopper(ask.device) and not ask.packed and enough_rows(ask) and compared
 
     def takes_widths(self, ask: Ask) -> bool:
-        hopper = torch.cuda.get_device_capability(ask.device) == (9, 0)
-        return WIDE and hopper and (ask.width, ask.value_width) == LATENT
+        return WIDE and gpu.is_hopper(ask.device) and (ask.width, ask.value_width) == LATENT
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -116,7 +116,8 @@ def _seen(chosen: Tensor, block: int, pair: Pair, rows: slice) -> tuple[Tensor, 
         seen &= distance <= right
     if left is not None:
         seen &= distance >= -left
-    order = seen.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., : int(seen.sum(-1).max())]
+    most = seen.shape[-1] if seen.is_meta else int(seen.sum(-1).max())  # of what has no values it may be all
+    order = seen.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
     return at.gather(-1, order), seen.gather(-1, order)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...kernels import gpu
 from ..scores import Scores
 from .backend import Ask, QueryRows
 from .packs import Pack
@@ -192,8 +193,7 @@ class FlashAttnCuTe(FlashAttnPackage):
     def suits(self, ask: Ask) -> bool:
         """On Hopper at K = 128, where it was measured, it is the fastest but for few queries. Of documents Triton's is
         the faster kernel, measured before they went in one call."""
-        hopper = torch.cuda.get_device_capability(ask.device) == (9, 0)
-        return hopper and ask.width == 128 and not ask.packed and enough_rows(ask)
+        return gpu.is_hopper(ask.device) and ask.width == 128 and not ask.packed and enough_rows(ask)
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None

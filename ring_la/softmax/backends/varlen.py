@@ -7,6 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from ...kernels import gpu
 from ..geometry import Pair, Tile
 from ..merging import Gradients, Partial, has_triton
 from ..scores import Scores
@@ -49,12 +50,7 @@ class VarlenBackend(TileBackend):
 
     def suits(self, ask: Ask) -> bool:
         """On Hopper at K = 128 and 256 the Triton kernel is ahead of FlashAttention-2, but for few queries."""
-        return (
-            not enough_rows(ask)
-            or ask.width not in (128, 256)
-            or not has_triton()
-            or torch.cuda.get_device_capability(ask.device) != (9, 0)
-        )
+        return not enough_rows(ask) or ask.width not in (128, 256) or not has_triton() or not gpu.is_hopper(ask.device)
 
     @abstractmethod
     def call(

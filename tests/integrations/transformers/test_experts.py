@@ -11,8 +11,6 @@ from tests.support.gpu import on_gpus
 from tests.support.pool import group
 from tests.support.transformers_models import CASES, VOCABULARY
 
-MODELS = ["qwen3_next", "nemotron_h", "gpt_oss"]  # gated; without a gate; transposed, interleaved and with biases
-
 
 def make(name: str):
     """The model in fp64, which the library's grouped products do not take; its norms and its loss stay in fp32."""

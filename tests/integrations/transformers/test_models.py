@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +121,41 @@ def moved(rank: int, case: Case) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])
 def test_latents_travel(ranks, name):
     assert ranks.run(2, moved, CASES[name]) == [{(1, 8, 1, 4)}] * 2
+
+
+def bounds(rank: int, case: Case, change: Callable[[torch.nn.Module], None] | None = None) -> set[float | None]:
+    """The bounds of gates that KDA is told in a call of a split model."""
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from ring_la.kernels import choice
+    from tests.support.pool import group
+
+    model, found = case.make(), set()
+    if change is not None:
+        change(model)
+    own = choice.make_local
+
+    def make_local(rule, *rest, **named):
+        found.add(rule.lower_bound) if str(rule.plain) == "delta_diagonal" else None
+        return own(rule, *rest, **named)
+
+    with mock.patch("ring_la.linear.exchange.make_local", make_local):
+        parallelize(model, ring_la.ContextParallel(group()))(input_ids=batch(), labels=batch()).loss.backward()
+    return found
+
+
+def without_a_bound(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "safe_gate"):
+            module.safe_gate = False
+
+
+def test_kda_knows_the_bound_of_its_gate(ranks):
+    """By which Hopper GPUs take faster kernels."""
+    assert ranks.run(1, bounds, CASES["bailing_hybrid"]) == [{-5.0}]
+    assert ranks.run(1, bounds, CASES["glm5_next"]) == [{-5.0}]
+    assert ranks.run(1, bounds, CASES["bailing_hybrid"], without_a_bound) == [{None}]
+    assert ranks.run(1, bounds, CASES["kimi_linear"]) == [{None}]
 
 
 def chunks_apart(rank: int, kind: str) -> torch.Tensor:

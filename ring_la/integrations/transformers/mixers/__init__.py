@@ -5,7 +5,8 @@
 An entry is a class's name and, for each function its forward calls that crosses the sequence, ours by the same name:
 ``operator(call, *args, **keywords)`` with the library's arguments and result. A parallelized mixer runs its own forward
 with these names bound to ours; projections, gates, norms and the cache's book-keeping stay its own. What an entry
-misses the probe finds. A mixer that crosses the sequence in the middle of its forward has a forward of ours instead:
+misses the probe finds. One that depends on what its layer says is an `OfLayer`. A mixer that crosses the sequence in
+the middle of its forward has a forward of ours instead:
 ``forward(call, layer, *args, **keywords)``.
 """
 
@@ -35,8 +36,9 @@ from . import (
     xlstm,
     zaya,
 )
+from .entry import OfLayer
 
-MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
+MIXERS: dict[str, Mapping[str, Callable | OfLayer] | Callable] = {
     **convolution.MIXERS,
     **delta.MIXERS,
     **mamba.MIXERS,  # type: ignore[dict-item]
@@ -71,9 +73,15 @@ def takes_blocks(kind: type) -> bool:
     return next((c.__name__ for c in kind.__mro__ if c.__name__ in MIXERS), None) in TAKING_BLOCKS
 
 
-def entry_of(kind: type) -> Mapping[str, Callable] | Callable | None:
+def entry_of(kind: type) -> Mapping[str, Callable | OfLayer] | Callable | None:
     """The entry of a class or the nearest of its parents that has one."""
     return next((MIXERS[c.__name__] for c in kind.__mro__ if c.__name__ in MIXERS), None)
+
+
+def asked_of(kind: type) -> tuple[Callable[[nn.Module], float | None], ...]:
+    """What modules of a class are asked before their forward is made: its functions depend on it."""
+    entry = entry_of(kind)
+    return tuple(f.says for f in entry.values() if isinstance(f, OfLayer)) if isinstance(entry, Mapping) else ()
 
 
 def uncached(model: nn.Module) -> str | None:
@@ -93,13 +101,15 @@ def scans(module: nn.Module) -> bool:
     return any(c.__name__ in channelwise.SCANS for c in type(module).__mro__)
 
 
-def make_forward(kind: type, current: Current) -> Callable:
-    """The forward of mixers of a class: ours in a split call, the library's otherwise.
+def make_forward(module: nn.Module, current: Current) -> Callable:
+    """The forward of a mixer, and of those of its class that say the same: ours in a split call, the library's
+    otherwise.
 
     Raises:
         UnsupportedError: the class does not call a function its entry replaces (another version of the library).
     """
-    entry, own = entry_of(kind), kind.forward  # type: ignore[attr-defined]
+    kind = type(module)
+    entry, own = entry_of(kind), kind.forward
     if callable(entry):
 
         @functools.wraps(own)
@@ -123,7 +133,8 @@ def make_forward(kind: type, current: Current) -> Callable:
 
         return bound
 
-    scope = {**inner.__globals__, **{name: bind(name, operator) for name, operator in entry.items()}}
+    ours = {name: f.make(f.says(module)) if isinstance(f, OfLayer) else f for name, f in entry.items()}
+    scope = {**inner.__globals__, **{name: bind(name, operator) for name, operator in ours.items()}}
     del scope["__name__"]  # by which torch.compile would look into the library's own globals instead
     code = inner.__code__.replace()  # torch.compile keeps what it compiled, of one scope, by the code object
     forward = types.FunctionType(code, scope, inner.__name__, inner.__defaults__, inner.__closure__)  # type: ignore[assignment]

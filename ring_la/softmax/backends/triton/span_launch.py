@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....kernels import gpu
 from ....kernels.sizes import width
 from . import spans, table
 from .launch import BlockCall, OfSums
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
 BOUNDARY = 16
 """Bytes: what a descriptor describes begins there, and so does each row of it."""
-
-
-@functools.cache
-def _has_copy_engine(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def fetchable(x: Tensor) -> bool:
@@ -42,7 +36,7 @@ class OfSpans(BlockCall):
     def tried(self) -> bool:
         """Whether they are for such heads: on GPUs of 16 bits a number and K = V without padding."""
         q, K, V = self.q, self.q.shape[3], self.v.shape[3]
-        tried = q.element_size() == 2 and K == V == self.width and _has_copy_engine(q.device) if q.is_cuda else True
+        tried = q.element_size() == 2 and K == V == self.width and gpu.copies_tiles(q.device) if q.is_cuda else True
         return max(64, self.width) in table.SPANS_FORWARD and tried
 
     @property

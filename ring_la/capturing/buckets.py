@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..comm import Entry
+from ..context import ContextParallel
+from ..context.arguments import duration
+from ..errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
+from ..kept import for_a_graph
 from .buckets import Buckets
-from .comm import Entry
-from .context import ContextParallel
-from .context.arguments import duration
-from .errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
-from .kept import for_a_graph
-from .step_calls import hashable, known, own_copy, refuse_elsewhere, refuse_outside, repeated, version, ways
-from .step_graph import StepStream, reason
+from .calls import hashable, known, own_copy, refuse_elsewhere, refuse_outside, repeated, version, ways
+from .graph import StepStream, reason
 from .surroundings import Snapshot, Surroundings
 
 AS_FAR = "as far as the end of its capture"

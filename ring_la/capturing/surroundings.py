@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .errors import UnsupportedError
+from ..errors import UnsupportedError
 
 PLAIN = (int, float, bool, str, type(None))
 Names = dict[str, Callable[[], Any]]
@@ -57,9 +57,10 @@ class HeldPlace(NamedTuple):
 
     def moved(self) -> str | None:
         """What is wrong, if it is no longer there."""
+        elsewhere = self.address and self.held.data_ptr() != self.address
         if self.holder.get(self.key) is not self.held:
             return "another one"
-        return "the same at another address" if self.address and self.held.data_ptr() != self.address else None
+        return "the same at another address" if elsewhere else None
 
 
 class HeldNumber(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 
 
 def known(x: Any) -> object:
