@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ring_la import ContextParallel
 from ring_la.errors import ArgumentError
-from ring_la.integrations.diffusers import parallelize
+from ring_la.integrations.diffusers import PLANS, parallelize
 
 
 def count(word: str) -> int:
@@ -39,7 +39,7 @@ def options(description: str | None, sizes: dict[str, int], out: str) -> argpars
     parser.add_argument("--cfg", type=int, default=1, help="ranks that share guidance out; 1 splits the tokens alone")
     parser.add_argument("--vae", action="store_true", help="decode by rows, over all ranks")
     parser.add_argument("--text", action="store_true", help="encode prompts on the first rank alone")
-    parser.add_argument("--compile", action="store_true", help="compile the transformer's repeated blocks")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks of all transformers")
     parser.add_argument("--capture", action="store_true", help="denoising steps as CUDA graphs, on GPUs")
     parser.add_argument("--repeat", type=count, default=1, help="runs; the last one's seconds are without warming up")
     parser.add_argument("--out", type=Path, default=Path(out))
@@ -77,16 +77,26 @@ def load(name: str) -> Any:
     return diffusers.DiffusionPipeline.from_pretrained(name, torch_dtype=dtype)
 
 
+def compile_blocks(pipe: Any) -> None:
+    """Each block of each transformer (Wan 2.2 has two), by its plan: Diffusers' compile_repeated_blocks has none of
+    SANA's, PixArt's or SD3's."""
+    for name, model in pipe.components.items():
+        if name.startswith("transformer") and model is not None:
+            kinds = PLANS[type(model).__name__].blocks.values()
+            for block in (module for module in model.modules() if type(module).__name__ in kinds):
+                block.compile(fullgraph=True)
+
+
 def generate(pipe: Any, cp: ContextParallel, args: argparse.Namespace, call: dict[str, Any]) -> Any:
     """Split the pipeline, run it, and say how long that took and how much memory a rank needed."""
     pipe.to(cp.device)
     pipe.set_progress_bar_config(disable=cp.rank != 0)
-    if args.compile:
-        pipe.transformer.compile_repeated_blocks(fullgraph=True)
     try:
         parallelize(pipe, cp, cfg=args.cfg, vae=args.vae, text=args.text, capture=args.capture)
     except ArgumentError as error:
         raise SystemExit(f"{type(pipe).__name__}: {error}") from None
+    if args.compile:
+        compile_blocks(pipe)
     for name, given in (("num_inference_steps", args.steps), ("guidance_scale", args.guidance)):
         if given is not None:
             call[name] = given

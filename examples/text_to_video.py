@@ -10,6 +10,7 @@ diffusers.utils.export_to_video can (it needs imageio or OpenCV).
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,25 @@ def tiny() -> diffusers.WanPipeline:
     return diffusers.WanPipeline(vae=drawn(vae), transformer=drawn(transformer), scheduler=scheduler, **text)
 
 
+def length(pipe: Any) -> str:
+    """What a pipeline calls the number of frames: nearly all num_frames, SANA-Video's frames."""
+    taken = signature(pipe.__call__).parameters
+    for name in ("num_frames", "frames"):
+        if name in taken:
+            return name
+    raise SystemExit(f"{type(pipe).__name__}: expected a pipeline that takes num_frames or frames")
+
+
 def main() -> None:
     args = options(__doc__, {"height": 64, "width": 96, "frames": 9}, "video.gif")
     cp = join(args.attention)
-    size = {"height": args.height, "width": args.width, "num_frames": args.frames}
+    pipe = tiny() if args.model is None else load(args.model)
+    size = {"height": args.height, "width": args.width, length(pipe): args.frames}
     call: dict[str, Any] = {n: x for n, x in size.items() if x is not None}
     if args.model is None:
-        pipe = tiny()
         call = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 6} | call
         call |= {"prompt_embeds": embeds(args.prompt, 1, 8, 12), "negative_prompt_embeds": embeds("", 1, 8, 12)}
     else:
-        pipe = load(args.model)
         call["prompt"] = args.prompt
     frames = generate(pipe, cp, args, call | {"output_type": "pil"}).frames[0]
     if cp.rank == 0:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import os
+import pkgutil
 import pydoc
 import re
 import shutil
@@ -63,6 +64,27 @@ def words(function: object, argument: str) -> set[object]:
 )
 def test_choices_are_typed_as_they_are(function, argument, expected):
     assert words(function, argument) == expected
+
+
+def strict() -> list[str]:
+    """The modules that pyproject.toml has mypy look at strictly."""
+    text = (ROOT / "pyproject.toml").read_text()
+    block = text.partition("# what users call: strict\n")[2].partition("]\n")[0]
+    return re.findall(r'"([\w.*]+)"', block)
+
+
+def test_what_the_reference_names_is_checked_strictly():
+    """Every module that something documented is defined in, but for those of the server."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("diffusers")
+    pages = (ROOT / "docs/users/reference").glob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: (ring_la[\w.]*)$", page.read_text(), re.MULTILINE)]
+    documented = [pkgutil.resolve_name(name) for name in names]
+    modules = {x.__name__ if isinstance(x, types.ModuleType) else x.__module__ for x in documented}
+    assert len(modules) > 60
+    known = ["ring_la.serving.*", *strict()]
+    held = {m for m in modules for n in known if m == n or (n.endswith(".*") and f"{m}.".startswith(n[:-1]))}
+    assert not modules - held
 
 
 @pytest.mark.parametrize("kind", [*nn.LAYERS.values(), nn.MixtureOfExperts, HybridLM], ids=lambda k: k.__name__)

@@ -169,7 +169,19 @@ class _Loss(torch.autograd.Function):
     """L and its gradients, which are formed with it."""
 
     @staticmethod
-    def forward(ctx, q, k, w, chosen, attention_q, attention_k, lse, scale: float, rows: Rows, backend: str | None):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        w: Tensor,
+        chosen: Tensor,
+        attention_q: Tensor,
+        attention_k: Tensor,
+        lse: Tensor | None,
+        scale: float,
+        rows: Rows,
+        backend: str | None,
+    ) -> Tensor:
         loss, *found = _formed_by(backend, q, attention_q, attention_k)(
             q, k, w, chosen, attention_q, attention_k, scale, rows, lse
         )
@@ -178,7 +190,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 7
 
 
@@ -232,12 +244,12 @@ def _(q: Tensor, k: Tensor, w: Tensor, *rest: object) -> tuple[Tensor, Tensor, T
     return loss, q.new_empty(q.shape), k.new_empty(k.shape), w.new_empty(w.shape)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _times(ctx, grad: Tensor | None, *of_gradients: Tensor | None):
+def _times(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(g is not None for g in of_gradients):
         raise SecondDerivativeError("lightning_loss has exact first derivatives only; a second one was asked for")
     found = [None if grad is None else x * grad.to(x.dtype) for x in ctx.saved_tensors]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_flag
@@ -42,7 +43,7 @@ def _without(entry: Callable, dim: int) -> tuple[Callable, Callable, Callable]:
     theirs = inspect.signature(entry)
     own = theirs.replace(parameters=[p for name, p in theirs.parameters.items() if name not in YUNCHANGS_OWN])
 
-    def plain(*args, **keywords):
+    def plain(*args: Any, **keywords: Any) -> Any:
         try:
             given = own.bind(*args, **keywords)
         except TypeError as error:
@@ -106,7 +107,8 @@ def _check_documents(cu_q: Any, cu_k: Any, part: Any, length: int, total: int) -
         if not isinstance(cu, Tensor):
             raise ArgumentError(name, "an integer tensor [N+1]", describe_tensor(cu))
     documents = check_cu_seqlens(cu_q, length, "cu_seqlens_q")
-    ends = (part.start, part.stop) if isinstance(part, slice) and part.step in (None, 1) else (None, None)
+    plain = isinstance(part, slice) and part.step in (None, 1)
+    ends: tuple[Any, Any] = (part.start, part.stop) if plain else (None, None)
     if not all(hasattr(n, "__index__") for n in ends) or not 0 <= ends[0] <= ends[1] <= total:
         raise ArgumentError("local_k_slice", f"a slice from 0 or more to {total} or less", part)
     if len(check_cu_seqlens(cu_k, part.stop - part.start, "cu_seqlens_k")) != len(documents):
@@ -118,25 +120,25 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        heads_k_stride,
-        local_k_slice,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        alibi_slopes,
-        deterministic,
-        return_softmax,
-        group,
-    ):
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        heads_k_stride: int,
+        local_k_slice: slice,
+        dropout_p: float,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: tuple[int, int],
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        return_softmax: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Any:
         masks = Masks(dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
 
         def make() -> UpstreamCall:
@@ -161,7 +163,7 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, *args):
+    def backward(ctx: Any, dout: Tensor | None, *args: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
         call, x = recall(ctx, "contiguous"), Tensors(q[None], k[None], v[None])
         dlse = args[0][None] if args and args[0] is not None else None
@@ -171,7 +173,14 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         return grads.q[0], grads.k[0], grads.v[0], *others(ctx)
 
 
-def _plan(call: UpstreamCall, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys: slice) -> AttentionMoves:
+def _plan(
+    call: UpstreamCall,
+    x: Tensors,
+    group: dist.ProcessGroup | None,
+    cu_q: list[int],
+    cu_k: list[int],
+    keys: slice,
+) -> AttentionMoves:
     """All-gather of keys, of which this rank's queries see documents at `cu_k` of the slice `keys` alone."""
     ring = group_of(group)
     size, length, device = ring.size, x.k.shape[1], x.q.device
@@ -191,24 +200,24 @@ def _plan(call: UpstreamCall, x: Tensors, group, cu_q: list[int], cu_k: list[int
 
 
 def _llama3(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    heads_k_stride,
-    local_k_slice,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    group=None,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
     masks = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
     return Llama3FlashAttnVarlenFunc.apply(q, k, v, *lengths, *masks, return_attn_probs, group)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..layout import Piece
 from .cases import Case, Numbers
 from .chain import ChainPass, Edits, rows, run_chain
 from .dense import run_dense
@@ -75,7 +76,9 @@ def _crosses(run: ChainPass, i: int) -> bool:
     return run.before(i) is not None
 
 
-def _where(when: Callable[[ChainPass, int], bool], gives: Callable[[ChainPass, int, Tensor], Tensor]):
+def _where(
+    when: Callable[[ChainPass, int], bool], gives: Callable[[ChainPass, int, Tensor], Tensor]
+) -> Callable[[ChainPass, int, Tensor], Tensor]:
     """`gives` for the pieces of which `when` is true."""
     return lambda run, i, right: gives(run, i, right) if when(run, i) else right
 
@@ -129,7 +132,7 @@ def _of_final_states(case: Case) -> Named:
         yield f"only rank {r} has the final state", Edits(final=gone)
 
 
-def _after(case: Case, piece) -> int:
+def _after(case: Case, piece: Piece) -> int:
     return case.documents if case.cu_seqlens is None else piece.document + 1
 
 
@@ -275,7 +278,7 @@ def _of_gradients(case: Case) -> Named:
         yield f"the gradient of the final state is counted {case.size} times", Edits(dfinal=float(case.size))
         yield f"the gradient of the final state is counted {1 / case.size:g} times", Edits(dfinal=1 / case.size)
 
-    def passing(call, own, state):
+    def passing(call: Callable, own: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         fixed = {n: x.detach() for n, x in own.items()}
         empty = torch.zeros_like(state)
         o, wrote = call(own, state)[0], call(own, empty)[1]
@@ -284,7 +287,7 @@ def _of_gradients(case: Case) -> Named:
     yield "gradients miss what a rank's tokens do to a state that passes through it", Edits(through=passing)
     for name in find(case.operation).inputs(case.shapes, torch.zeros, False):
 
-        def without(call, own, state, name=name):
+        def without(call: Callable, own: dict[str, Tensor], state: Tensor, name: str = name) -> tuple[Tensor, Tensor]:
             fixed = own | {name: own[name].detach()}
             empty = torch.zeros_like(state)
             parts = zip(call(own, empty), call(fixed, state), call(fixed, empty))

@@ -9,7 +9,7 @@ The truth is the definition's token loop in fp64 on the whole sequence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -142,7 +142,13 @@ def _names(argument: str, given: object, known: Iterable[str]) -> tuple[str, ...
     return out
 
 
-def _cases(function, truth, group, kinds, scans):
+def _cases(
+    function: Function,
+    truth: Truth,
+    group: torch.distributed.ProcessGroup | None,
+    kinds: Iterable[str],
+    scans: Iterable[Any],
+) -> Iterator[tuple[str, dict[str, float]]]:
     if group is None:
         for mode in ("chunk", "recurrent"):
             yield mode, errors(function, truth, mode=mode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import os
 import string
@@ -10,6 +12,7 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -108,6 +111,77 @@ def test_a_video_is_written(ranks, tmp_path):
     assert f"{out}: 9 frames of 96 x 64" in first
     assert others == [""] * 3
     assert out.stat().st_size > 1000
+
+
+def sana_video() -> Any:
+    """A tiny random SANA-Video whose prompts are numbers, of any height and width."""
+    import diffusers
+
+    sys.path.insert(0, str(EXAMPLES))
+    from pipelines import drawn, embeds
+    from text_to_video import tiny
+
+    wan, mask = tiny(), torch.ones(1, 8)
+    heads = dict(num_attention_heads=2, attention_head_dim=12, num_cross_attention_heads=2, cross_attention_head_dim=12)
+    sizes = dict(num_layers=1, in_channels=4, out_channels=4, cross_attention_dim=24, caption_channels=12)
+    model = diffusers.SanaVideoTransformer3DModel(sample_size=22, **heads, **sizes)
+    parts = dict(vae=wan.vae, scheduler=wan.scheduler, text_encoder=None, tokenizer=None)
+    pipe = diffusers.SanaVideoPipeline(transformer=drawn(model), **parts)
+    words = [embeds(prompt, 1, 8, 12) for prompt in ("a fox", "")]
+    pipe.encode_prompt = lambda *_, **__: (words[0], mask, words[1], mask)
+    pipe.video_processor.classify_height_width_bin = lambda height, width, ratios: (height, width)
+    return pipe
+
+
+def check_named(rank: int, *options: str) -> tuple[str, int]:
+    """What the example prints of a pipeline by name, and how many graphs its blocks are."""
+    sys.path.insert(0, str(EXAMPLES))
+    import text_to_video
+
+    torch._dynamo.reset()
+    graphs = []
+    compiled = functools.partialmethod(torch.nn.Module.compile, backend=lambda graph, _: graphs.append(graph) or graph)
+    named = mock.patch.object(text_to_video, "load", lambda name: {"a SANA-Video": sana_video}[name]())
+    with named, mock.patch.object(torch.nn.Module, "compile", compiled):
+        return in_pool(rank, "text_to_video", "--model=a SANA-Video", "--compile", *options), len(graphs)
+
+
+def test_a_video_of_a_named_pipeline_with_compiled_blocks(ranks, tmp_path):
+    """SANA-Video has another word for the number of frames, and names no repeated blocks."""
+    pytest.importorskip("diffusers")
+    out = tmp_path / "video.gif"
+    size = ("--height=32", "--width=32", "--frames=7", "--steps=2")
+    said, graphs = ranks.run(4, check_named, *size, f"--out={out}")[0]
+    assert f"{out}: 7 frames of 32 x 32" in said
+    assert graphs >= 1
+
+
+def test_blocks_of_all_transformers_are_compiled(monkeypatch):
+    """Of Wan 2.2, which has two, one was."""
+    diffusers = pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    pipelines, wan = importlib.import_module("pipelines"), importlib.import_module("text_to_video").tiny()
+    models = [wan.transformer, copy.deepcopy(wan.transformer)]
+    parts = dict(vae=wan.vae, scheduler=wan.scheduler, text_encoder=None, tokenizer=None)
+    pipe = diffusers.WanPipeline(transformer=models[0], transformer_2=models[1], boundary_ratio=0.5, **parts)
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: compiled.append(module))
+    pipelines.compile_blocks(pipe)
+    assert compiled == [*models[0].blocks, *models[1].blocks]
+
+
+@pytest.mark.parametrize("takes", ["num_frames", "frames", "height"])
+def test_the_number_of_frames_has_the_pipelines_word(monkeypatch, takes):
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    word = importlib.import_module("text_to_video").length
+    pipe = type("Pipe", (), {})()
+    pipe.__call__ = {"num_frames": lambda num_frames: 0, "frames": lambda frames: 0, "height": lambda height: 0}[takes]
+    if takes != "height":
+        assert word(pipe) == takes
+        return
+    with pytest.raises(SystemExit, match="Pipe: expected a pipeline that takes num_frames or frames"):
+        word(pipe)
 
 
 def test_a_mixture_of_experts_trains_without_torchrun():

@@ -6,6 +6,7 @@ import enum
 import importlib.util
 import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -183,10 +184,11 @@ def test_installed_where_models_call(ranks):
 
 @pytest.mark.parametrize("error", [ImportError("No module named 'xfuser'"), NotImplementedError("No Accelerators")])
 def test_install_without_xfuser_or_a_gpu(error):
-    """xfuser 0.7 raises NotImplementedError where it finds no GPU."""
+    """xfuser 0.7, the least that the extra installs, raises NotImplementedError where it finds no GPU."""
     with mock.patch("importlib.import_module", side_effect=error):
         with pytest.raises(UnsupportedError, match=rf"xfuser: expected 0\.7, installed, .*: {error}"):
             xdit.install()
+    assert 'xfuser = ["xfuser>=0.7"]' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 
 @pytest.mark.slow

@@ -368,6 +368,17 @@ def sageattn(
     return block(*(x.float() for x in (q, k, v)), sm_scale, is_causal, -1, -1)[:2]
 
 
+def sageattn_of_1(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True, **others):
+    """sageattention.core.sageattn of 1.0.6: one tensor, whatever else is asked."""
+    return block(*(x.float() for x in (q, k, v)), sm_scale, is_causal, -1, -1)[0].to(q.dtype)
+
+
+def install_sage(monkeypatch, function):
+    package = ModuleType("sageattention")
+    package.__spec__, package.sageattn = ModuleSpec("sageattention", None), function
+    monkeypatch.setitem(sys.modules, "sageattention", package)
+
+
 def test_sage_attention_forward(monkeypatch):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 20, h, 16, dtype=torch.bfloat16) for h in (4, 2, 2))
@@ -376,15 +387,22 @@ def test_sage_attention_forward(monkeypatch):
     monkeypatch.setattr(SageAttention, "devices", ("cpu",))
     with pytest.raises(UnsupportedError, match="sageattention is not installed"):
         attention(q, k, v, backend="sage")
-    package = ModuleType("sageattention")
-    package.__spec__, package.sageattn = ModuleSpec("sageattention", None), sageattn
-    monkeypatch.setitem(sys.modules, "sageattention", package)
+    install_sage(monkeypatch, sageattn)
     calls.clear()
     for causal in (True, False):
         assert error(attention(q, k, v, causal=causal, backend="sage").o, attention(q, k, v, causal=causal).o) < 1e-2
     assert calls == ["sage"] * 2
     with pytest.raises(UnsupportedError, match="gradients"):
         attention(q.requires_grad_(), k, v, backend="sage")
+
+
+def test_sage_attention_that_returns_no_sums(monkeypatch):
+    """Two sequences' outputs were taken for outputs and sums."""
+    monkeypatch.setattr(SageAttention, "devices", ("cpu",))
+    install_sage(monkeypatch, sageattn_of_1)
+    q = torch.randn(2, 20, 4, 16, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="sageattn has no return_lse, as before version 2"):
+        attention(q, q, q, backend="sage")
 
 
 def test_a_package_that_lacks_another_says_which(tmp_path, monkeypatch):

@@ -25,7 +25,8 @@ def layout_of(cp_context: Any) -> ShardedLayout:
     Raises:
         ArgumentError: it is no such context, or of a group of which this rank is none; on every rank of its group.
     """
-    group, kind = getattr(cp_context, "group", None), getattr(cp_context, "layout", None)
+    group = getattr(cp_context, "group", None)
+    kind: Any = getattr(cp_context, "layout", None)
     if not isinstance(group, dist.ProcessGroup) or not hasattr(cp_context, "__dict__"):
         got = f"{type(cp_context).__name__}, of group {type(group).__name__}"
         raise ArgumentError("cp_context", "one of fla-core's build_cp_context, with a group", got)

@@ -53,8 +53,8 @@ def all_linear(model: PreTrainedModel) -> dict[str, Any]:
 @contextmanager
 def _whole_weights(model: nn.Module) -> Iterator[None]:
     """Stand-ins for sharded weights: one number, seen as often as the weight has."""
-    sharded = [(m, m._parameters["weight"]) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
-    sharded = [(m, p) for m, p in sharded if isinstance(p, DTensor)]
+    weights = [(m, m._parameters["weight"]) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    sharded = [(m, p) for m, p in weights if p is not None and isinstance(p, DTensor)]
     try:
         for m, p in sharded:
             one = torch.zeros(1, dtype=p.dtype, device=p.device)

@@ -36,8 +36,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from .fetching import Worker
-from .pages import WorkerPart
 from .scheduling import ConnectorSettings, Scheduler, Told
+from .states import WorkerPart
 
 
 @dataclass

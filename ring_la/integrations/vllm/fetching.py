@@ -14,8 +14,9 @@ import torch
 
 from .asking import Lease
 from .hosts import Remote
-from .pages import HandedOver, SequenceBlocks, WorkerPart, check_layers
+from .pages import HandedOver, SequenceBlocks, check_layers
 from .scheduling import ConnectorSettings, Load, Told
+from .states import WorkerPart
 
 LOG = logging.getLogger(__name__)
 

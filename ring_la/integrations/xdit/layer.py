@@ -71,7 +71,7 @@ class LongContextAttention(yunchang.LongContextAttention):
         Args:
             attn: the layer that calls; only upstream's kv cache uses it.
         """
-        joint = (joint_tensor_query, joint_tensor_key, joint_tensor_value)
+        joint: tuple[Any, ...] = (joint_tensor_query, joint_tensor_key, joint_tensor_value)
         x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
         masks = Masks(dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
 
@@ -80,10 +80,12 @@ class LongContextAttention(yunchang.LongContextAttention):
         if joint_strategy != "none":
             q = torch.cat([joint[0], query] if joint_strategy == "front" else [query, joint[0]], 1)
             x = Tensors(q, key, value, joint_k=joint[1], joint_v=joint[2])
-            met = _joint_tokens(x, groups[1].size)
+            met = _joint_tokens(x.q, joint[1], groups[1].size)
         return attend(call, x, *groups, met)
 
-    def _checked(self, x: Tensors, joint: tuple, where: str, masks: Masks, probabilities: bool) -> UpstreamCall:
+    def _checked(
+        self, x: Tensors, joint: tuple[Any, ...], where: str, masks: Masks, probabilities: bool
+    ) -> UpstreamCall:
         """The call that the arguments describe, refused where they contradict each other."""
         if any(t is not None for t in joint):
             check_tensors(x, "none", None)
@@ -94,7 +96,7 @@ class LongContextAttention(yunchang.LongContextAttention):
         return checked(self.kind, x, masks, self.attn_type, probabilities)
 
 
-def _check_joint(x: Tensors, joint, where: str, masks: Masks) -> None:
+def _check_joint(x: Tensors, joint: tuple[Any, ...], where: str, masks: Masks) -> None:
     """Refuse joint tensors that are not whole, or come with what a query without a position has no part in."""
     if any(t is None for t in joint):
         raise ArgumentError("joint_tensor_query, joint_tensor_key, joint_tensor_value", "all three or none", "some")
@@ -110,9 +112,9 @@ def _check_joint(x: Tensors, joint, where: str, masks: Masks) -> None:
         raise ArgumentError("joint_tensor_query", expected, describe_tensor(q))
 
 
-def _joint_tokens(x: Tensors, ulysses: int) -> tuple[Tokens, Tokens]:
+def _joint_tokens(q: Tensor, joint_k: Tensor, ulysses: int) -> tuple[Tokens, Tokens]:
     """Queries and joint keys of a call without positions: every query sees every joint key."""
-    rows, count, device = x.q.shape[1] * ulysses, x.joint_k.shape[1], x.q.device
+    rows, count, device = q.shape[1] * ulysses, joint_k.shape[1], q.device
     return Tokens([Run(0, rows, 0, 0, 0)], rows, device), Tokens.joint(count, device, -count, 0)
 
 

@@ -137,7 +137,8 @@ def _scale(attention_kwargs: dict[str, Any] | None, key: Tensor) -> float | None
 def _joint(joint_attn_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """Joint keys and values of a call, as `attention` takes them; none where there are none."""
     given = entries("joint_attn_kwargs", joint_attn_kwargs)
-    k, v = (given.get(name) for name in ("joint_key", "joint_value"))
+    k: Any = given.get("joint_key")
+    v: Any = given.get("joint_value")
     if k is None and v is None:
         return {}
     for name, x in (("joint_key", k), ("joint_value", v)):
@@ -163,7 +164,7 @@ def ulysses_exchange(usp: ModuleType) -> Callable[[Tensor], Tensor]:
 def sana_forward(parallel: ModuleType, contexts: Contexts) -> Callable[..., Tensor]:
     """In place of the Sana layer's forward: q, k and v ``[B, T_local, H, D]``; o ``[B, T_local, H · D]``."""
 
-    def forward(self, attn: Any, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+    def forward(self: Any, attn: Any, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
         for name, x in given.items():
             if isinstance(x, Tensor) or x not in (None, 0.0, False, "none", (-1, -1)):
                 raise UnsupportedError(name, "its default in linear attention", x)

@@ -38,7 +38,7 @@ COMPARED = 256
 """As many calls a group are remembered: every step of packed training brings other offsets."""
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
-_compared: WeakKeyDictionary[Group, dict[tuple, Entry]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Group, dict[tuple | None, Entry]] = WeakKeyDictionary()
 
 
 def group_of(group: dist.ProcessGroup | None) -> Group:
@@ -141,7 +141,8 @@ class UpstreamCall:
         job = AttentionJob(choose(ask, options.backend), scores, rows, keys, group=group)
         met = None if joint is None else Pair(*joint, scores.reach)
         sender = heads.group if heads is not None and group.size == 1 else group
-        return AttentionMoves(job, ring_of(job), met, heads, way_back=sender.agreement.way_back)
+        more: dict[str, Any] = dict(joint=met, heads=heads, way_back=sender.agreement.way_back)
+        return AttentionMoves(job, ring_of(job), **more)
 
 
 def sides_of(
@@ -182,7 +183,9 @@ def settled(
         tensors: what the ranks bring, in the order of NAMES. packed: ``[T, H, D]`` and not ``[B, T, H, D]``.
         more: what else must be the same, by name.
     """
-    call = error = signature = None
+    call: UpstreamCall | None = None
+    error: RingLAError | None = None
+    signature: tuple[tuple[str, object], ...] | None = None
     try:
         if packed:
             _check_packed(tensors)
@@ -199,6 +202,7 @@ def settled(
             error = error or e
     if error is not None:
         raise error
+    assert call is not None, "made, or refused above"
     return call
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+import torch.distributed as dist
 
 from ...errors import UnsupportedError
 from .call import Masks, UpstreamCall, group_of
 
 
-def remember(ctx, call: UpstreamCall, group, attn_type, attn_processor) -> None:
+def remember(
+    ctx: Any, call: UpstreamCall, group: dist.ProcessGroup | None, attn_type: object, attn_processor: object
+) -> None:
     """Everything upstream's backwards read, and our own record."""
     masks = call.masks
     ctx.dropout_p, ctx.softmax_scale, ctx.causal = masks.dropout_p, masks.softmax_scale, masks.causal
@@ -19,7 +24,7 @@ def remember(ctx, call: UpstreamCall, group, attn_type, attn_processor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def recall(ctx, kind: str, tensors: int = 3) -> UpstreamCall:
+def recall(ctx: Any, kind: str, tensors: int = 3) -> UpstreamCall:
     """The call of a forward, ours or a subclass's that sets upstream's attributes or some of them; behind
     ours the ranks compare the backward pass.
 
@@ -30,7 +35,8 @@ def recall(ctx, kind: str, tensors: int = 3) -> UpstreamCall:
     if own is not None:
         ctx.ring_la_back()
         return own
-    masks = Masks(*(getattr(ctx, name, default) for name, default in Masks._field_defaults.items()))
+    given: dict[str, Any] = {name: getattr(ctx, name, default) for name, default in Masks._field_defaults.items()}
+    masks = Masks(**given)
     unknown = len(ctx.next_functions) - tensors - (masks.alibi_slopes is not None)
     if unknown > 0:  # joint keys: the gradient of q would lack their part
         expected = f"{tensors} tensors among the inputs of a forward that leaves the backward to its base class"
@@ -40,7 +46,7 @@ def recall(ctx, kind: str, tensors: int = 3) -> UpstreamCall:
     return UpstreamCall(kind, masks)
 
 
-def others(ctx) -> list[None]:
+def others(ctx: Any) -> list[None]:
     """The gradients of all inputs after q, k and v: none, and none may be wanted."""
     wanted = [n for n, needed in enumerate(ctx.needs_input_grad) if needed and n > 2]
     if wanted:
@@ -50,7 +56,7 @@ def others(ctx) -> list[None]:
     return [None] * (len(ctx.needs_input_grad) - 3)
 
 
-def _name(ctx) -> str:
+def _name(ctx: Any) -> str:
     """The Function whose backward runs."""
     return type(ctx).__name__.removesuffix("Backward")
 

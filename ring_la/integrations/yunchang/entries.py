@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import Group
@@ -36,10 +38,10 @@ def packing(name: str, plain: Callable, dim: int, whose: str = "yunchang") -> tu
         given = of.bind(None, None, None, *args, **keywords).arguments
         return unpack(what, x, dim, count, [group_of(given.get("group"))])
 
-    def kvpacked(q, kv, *args, **keywords):
+    def kvpacked(q: Tensor, kv: Tensor, *args: Any, **keywords: Any) -> Any:
         return plain(q, *parts("kv", kv, 2, args, keywords), *args, **keywords)
 
-    def qkvpacked(qkv, *args, **keywords):
+    def qkvpacked(qkv: Tensor, *args: Any, **keywords: Any) -> Any:
         return plain(*parts("qkv", qkv, 3, args, keywords), *args, **keywords)
 
     shape = "``[T, H, D]``" if dim == 1 else "``[B, T, H, D]``"
@@ -50,21 +52,21 @@ def _dense(function: type[torch.autograd.Function], name: str) -> tuple[Callable
     """The plain, kvpacked and qkvpacked entry points of a Function."""
 
     def plain(
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        group=None,
-        attn_type=None,
-        attn_processor=None,
-    ):
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: dist.ProcessGroup | None = None,
+        attn_type: Any = None,
+        attn_processor: Any = None,
+    ) -> Any:
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         return function.apply(q, k, v, *masks, return_attn_probs, group, attn_type, attn_processor)
 
@@ -75,21 +77,21 @@ def _varlen(function: type[torch.autograd.Function], name: str) -> tuple[Callabl
     """The varlen entry points of a Function."""
 
     def plain(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        max_seqlen,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        group=None,
-    ):
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> Any:
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...softmax.merging import wide
@@ -16,7 +18,14 @@ from .packed import check_packed, varlen_backward, varlen_forward
 
 
 def _forward(
-    ctx, call: UpstreamCall, q: Tensor, k: Tensor, v: Tensor, group, attn_type, attn_processor
+    ctx: Any,
+    call: UpstreamCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None,
+    attn_type: Any,
+    attn_processor: Any,
 ) -> tuple[Tensor, Tensor]:
     k, v = k.contiguous(), v.contiguous()
     x = Tensors(q, k, v)
@@ -26,7 +35,7 @@ def _forward(
     return out, lse
 
 
-def _backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients for as many inputs as the forward had, q, k and v first."""
     q, k, v, out, lse = ctx.saved_tensors[:5]
     call, x = recall(ctx, kind), Tensors(q, k, v)
@@ -39,22 +48,22 @@ def _dense_function(name: str, kind: str, doc: str) -> type[torch.autograd.Funct
     """A Function over q, k and v ``[B, T, H, D]``."""
 
     def forward(
-        ctx,
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_softmax,
-        group,
-        attn_type=None,
-        attn_processor=None,
-    ):
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        return_softmax: bool,
+        group: dist.ProcessGroup | None,
+        attn_type: Any = None,
+        attn_processor: Any = None,
+    ) -> Any:
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         call = settled(
             [group_of(group)], (q, k, v), lambda: checked(kind, Tensors(q, k, v), masks, attn_type, return_softmax)
@@ -63,7 +72,7 @@ def _dense_function(name: str, kind: str, doc: str) -> type[torch.autograd.Funct
         return (out, lse, None) if return_softmax else out
 
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, *args):
+    def backward(ctx: Any, dout: Tensor | None, *args: Tensor | None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, kind, dout, args[0] if args else None)
 
     return _function(name, kind, doc, forward, backward)
@@ -73,22 +82,22 @@ def _varlen_function(name: str, kind: str, doc: str) -> type[torch.autograd.Func
     """A Function over packed documents ``[T, H, D]``."""
 
     def forward(
-        ctx,
-        q,
-        k,
-        v,
-        cu_seqlens,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_softmax,
-        group,
-    ):
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        dropout_p: float,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        return_softmax: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Any:
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
 
         def make() -> UpstreamCall:
@@ -102,7 +111,7 @@ def _varlen_function(name: str, kind: str, doc: str) -> type[torch.autograd.Func
         return (out, lse, None) if return_softmax else out
 
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, *args):
+    def backward(ctx: Any, dout: Tensor | None, *args: Tensor | None) -> tuple[Tensor | None, ...]:
         return varlen_backward(ctx, kind, dout, args[0] if args else None)
 
     return _function(name, kind, doc, forward, backward)

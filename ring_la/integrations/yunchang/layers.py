@@ -175,14 +175,14 @@ class LongContextAttention(WithGroups):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
         *args: Any,
     ) -> Tensor:
         """Attention of this rank's tokens ``[B, T, H, D]``; as in yunchang, only the output is returned."""
@@ -222,7 +222,8 @@ class LongContextAttentionQKVPacked(LongContextAttention):
     def forward(self, qkv: Tensor, *args: Any, **keywords: Any) -> Tensor:  # type: ignore[override]
         """Attention of this rank's tokens; the other arguments are those of LongContextAttention."""
         groups = group_of(self.ring_pg), group_of(self.ulysses_pg)
-        return super().forward(*unpack("qkv", qkv, 2, 3, groups), *args, **keywords)
+        q, k, v = unpack("qkv", qkv, 2, 3, groups)
+        return super().forward(q, k, v, *args, **keywords)
 
 
 class AsyncLongContextAttention(LongContextAttention):
@@ -254,14 +255,14 @@ class UlyssesAttention(WithGroups):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
         *args: Any,
     ) -> Tensor:
         """Attention of this rank's tokens ``[B, T, H, D]``."""

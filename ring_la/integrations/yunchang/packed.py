@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ArgumentError, describe_tensor
@@ -63,7 +64,14 @@ def half_index(cu: list[int], front: bool, device: torch.device) -> slice | Tens
 
 
 def varlen_forward(
-    ctx, call: UpstreamCall, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, group
+    ctx: Any,
+    call: UpstreamCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     cu = cu_seqlens.tolist()
     x = Tensors(*(t.contiguous()[None] for t in (q, k, v)))
@@ -80,11 +88,11 @@ def varlen_forward(
     return out, lse
 
 
-def varlen_backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def varlen_backward(ctx: Any, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens = ctx.saved_tensors[:6]
     cu, call, x = cu_seqlens.tolist(), recall(ctx, kind, 4), Tensors(q[None], k[None], v[None])
-    lse, dlse = (None if t is None else flat_lse(t, cu)[None] for t in (lse, dlse))
-    saved = Saved(x, out[None], lse.to(wide(q.dtype)))
+    saved = Saved(x, out[None], flat_lse(lse, cu)[None].to(wide(q.dtype)))
+    dlse = None if dlse is None else flat_lse(dlse, cu)[None]
     dout = None if dout is None else dout[None]
     grads = call.plan(x, group_of(ctx.group), cu=cu).backward(saved, dout, dlse)
     return grads.q[0], grads.k[0], grads.v[0], *others(ctx)

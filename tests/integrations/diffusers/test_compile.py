@@ -131,6 +131,6 @@ def check_gradients(rank: int, name: str) -> float:
     return max(error(a, b) for a, b in zip(compiled, eager) if b is not None)
 
 
-@pytest.mark.parametrize("name", ["flux", "sana"])
+@pytest.mark.parametrize("name", ["flux", "sana", "wan"])
 def test_gradients_of_compiled_models(ranks, name):
     assert max(ranks.run(2, check_gradients, name)) < 1e-9

@@ -36,7 +36,10 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
         ArgumentError: no such files; a weight of the model that is not there or has another shape. What one rank cannot
             read of a sharded model is raised on all.
     """
-    device, read, mine, info, config = device_of(device), [0], None, None, None
+    device, read = device_of(device), [0]
+    mine: Exception | None = None
+    info: Any = None
+    config: Any = None
     computed = list(_computed(model))
     try:
         with ExitStack() as opened:
@@ -89,9 +92,10 @@ def _fill(
         weight_mapping=mapping,
     )
     info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=plain, load_config=config)
+    quantizer: Any = None  # the library asks for one, and takes none
     for name, (converter, sources) in whole.items():
         for target, x in converted(model, name, converter, there, sources).items():
-            set_param_for_module(model, target, part_of(model.get_parameter(target), x, device), info, None)
+            set_param_for_module(model, target, part_of(model.get_parameter(target), x, device), info, quantizer)
     return info, config
 
 
