@@ -15,12 +15,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from ....errors import UnsupportedError
-from ..call import Current
+from ..call import Current, ModelCall
+from ..names import cache_of
 from . import (
     channelwise,
     convolution,
@@ -52,12 +54,19 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
-UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, latents, qwen4_exp, rwkv, xlstm, zaya)))
+UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, latents, qwen4_exp, xlstm)))
 """Classes whose state a split call cannot put into a cache."""
 
 
-CONTINUED = set(latents.CLASSES).union(*(m.MIXERS for m in (convolution, delta, mamba, lightning)), channelwise.SCANS)
+CONTINUED = {*latents.CLASSES, *channelwise.SCANS, *channelwise.OURS_WITH_CACHE}.union(
+    *(m.MIXERS for m in (convolution, delta, mamba, lightning, rwkv, zaya))
+)
 """Classes that go on from a filled cache on split tokens."""
+
+
+OURS_WITH_CACHE = channelwise.OURS_WITH_CACHE | rwkv.OURS_WITH_CACHE
+"""Classes whose forward is ours in every call with a cache, split or whole: the library's leaves nothing there, or what
+is wrong."""
 
 
 TAKING_BLOCKS = {"MiniMaxModel", *latents.CLASSES, *lightning.MIXERS}.union(
@@ -93,8 +102,22 @@ def scans(module: nn.Module) -> bool:
     return any(c.__name__ in channelwise.SCANS for c in type(module).__mro__)
 
 
+def ours_with_cache(module: nn.Module) -> bool:
+    """Whether a module's forward is ours in every call with a cache."""
+    return any(c.__name__ in OURS_WITH_CACHE for c in type(module).__mro__)
+
+
+def number_layers(model: nn.Module, undo: ExitStack | None = None) -> None:
+    """Tell such modules which of a cache's layers is theirs, where the library does not; `undo` takes the way back."""
+    for name, module in model.named_modules():
+        if ours_with_cache(module) and not hasattr(module, "layer_idx"):
+            module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())  # type: ignore[assignment]
+            if undo is not None:
+                undo.callback(delattr, module, "layer_idx")
+
+
 def make_forward(kind: type, current: Current) -> Callable:
-    """The forward of mixers of a class: ours in a split call, the library's otherwise.
+    """The forward of mixers of a class: ours in a split call, the library's otherwise but for `OURS_WITH_CACHE`.
 
     Raises:
         UnsupportedError: the class does not call a function its entry replaces (another version of the library).
@@ -105,6 +128,8 @@ def make_forward(kind: type, current: Current) -> Callable:
         @functools.wraps(own)
         def forward(self: Any, *args, **keywords):
             call = current.call
+            if call is None and ours_with_cache(self) and cache_of(keywords) is not None:
+                call = ModelCall(None)
             return own(self, *args, **keywords) if call is None else entry(call, self, *args, **keywords)
 
         return forward
