@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..choices import LayoutKind
 from ..context import ContextParallel
+from ..errors import UnsupportedError
 from ..inference import Prefilled
 from .batch import Batch
 from .model import FATAL, keys_stay
@@ -41,6 +42,9 @@ class Pretrained:
     Args:
         model: as it was loaded, whole, or by `load_sharded`. cp: the ranks prompts will be split over; the model is
             made to run so.
+
+    Raises:
+        UnsupportedError: `parallelize` refuses it, or its layers keep one sequence's states in themselves.
     """
 
     kind: LayoutKind = "zigzag"
@@ -173,9 +177,14 @@ class _OneByOne:
     goes_on = False
 
     def __init__(self, model: PreTrainedModel, split: bool) -> None:
+        from ..integrations.transformers.mixers import of_one_sequence
         from ..integrations.transformers.names import cache_name
         from ..integrations.transformers.sequences import go_on_alone
 
+        if (kind := of_one_sequence(model)) is not None:
+            raise UnsupportedError(
+                "model", "one that has all it remembers in its cache", kind, "Transformers 5.23 has it"
+            )
         if not split:
             go_on_alone(model)
         self._model: Any = model

@@ -3,6 +3,7 @@ keys (Zaya), in a list of tensors (RWKV-4). Their tokens are those of the librar
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import NamedTuple
 
@@ -14,12 +15,13 @@ pytest.importorskip("transformers")
 from torch.nn.functional import one_hot
 from transformers.utils import ModelOutput
 
-from ring_la import ContextParallel
-from ring_la.integrations.transformers import rotary
+from ring_la import ContextParallel, UnsupportedError
+from ring_la.integrations.transformers import mixers, rotary
 from ring_la.serving import Ended, Engine, Event, Failed, NoText
 from ring_la.serving.model import rehearse
 from ring_la.serving.pretrained import Pretrained, _OneByOne
 from tests.serving.engines import LONG, Asked
+from tests.support import served_models
 from tests.support.pool import group
 from tests.support.transformers_models import CASES
 
@@ -114,3 +116,28 @@ def test_the_name_of_a_cache_is_learnt():
         read = model.step(torch.tensor([token]), read.states, False)
         assert int(read.logits.argmax()) == said
     assert read.states == [torch.tensor([[18]]), 5]
+
+
+def test_the_guides_say_what_is_served_and_how():
+    """Of each reason for being decoded alone one model is tried; which are refused is a matter of their classes."""
+    (_, said, _), (_, classes, _) = served_models.parts("served"), served_models.parts("uncached")
+    rows = {cells[1].strip(): cells[2].strip() for cells in (line.split("|") for line in said.splitlines())}
+    assert rows[served_models.REFUSED] == served_models.words(served_models.refused())
+    assert classes == served_models.classes()
+    alone = set(re.findall(r"`(\w+)`", rows[served_models.ALONE]))
+    for name in ("deepseek_v32", "minimax_m3", "llama4", "llama_dynamic", "falcon"):
+        assert name in alone
+        assert served_models.way(name) == served_models.ALONE, name
+    assert rows[served_models.NOWHERE] == "`xlstm`"
+    assert served_models.way("xlstm") == served_models.NOWHERE
+    assert alone.isdisjoint({*NAMES, "xlstm"})
+    assert alone < set(CASES)
+
+
+def test_a_library_whose_layers_keep_one_sequence_is_refused_by_name(monkeypatch):
+    """RecurrentGemma before Transformers 5.23: the cache has no place for what it remembers."""
+    monkeypatch.setattr(mixers, "OF_ONE_SEQUENCE", {"RecurrentGemmaRecurrentBlock"})
+    with pytest.raises(
+        UnsupportedError, match="model: expected one that has all it remembers in its cache, got Recurr"
+    ):
+        served("recurrent_gemma")

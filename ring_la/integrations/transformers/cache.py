@@ -193,7 +193,7 @@ class RankCache(Cache):
             elif name == "set_linear_cache":
                 self.entries.append(Remembered(layer, "recurrent", 0, args[1]))
             elif name == "put_listed":
-                self.entries.append(Remembered(layer.layer, "recurrent", layer.place, tensors[0]))
+                self.entries.append(Remembered(args[0].layer, "recurrent", args[0].place, tensors[0]))
             else:
                 raise UnsupportedError(CACHE, "a RankCache for models without an indexer", name)
 
@@ -257,7 +257,7 @@ class ContinuedRecorder(Earlier, CacheRecorder):
         return super().update_conv_state(conv_states, layer_idx, state_idx, **keywords)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor:
-        return self._cache.get_linear_cache(layer_idx)  # type: ignore[attr-defined]
+        return self._cache.get_linear_cache(layer_idx)
 
     def get_listed(self, listed: Listed) -> Tensor | None:
         return listed.get(self._cache)

@@ -47,8 +47,8 @@ MEMORY = (KVRows, StaticKeys, LayerKeys)
 
 
 def go_on_alone(model: PreTrainedModel) -> Current:
-    """Give mixers of a model that is not split our forwards where the library's do not go on from a cache; their call."""
-    current: Current | None = getattr(model, "_ring_la_alone", None)  # type: ignore[assignment]
+    """Give a model that is not split our mixers where the library's do not go on from a cache; the call they find."""
+    current: Current | None = getattr(model, "_ring_la_alone", None)
     if current is None:
         current = model._ring_la_alone = Current()  # type: ignore[assignment]
     number_layers(model)

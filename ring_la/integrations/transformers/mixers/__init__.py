@@ -69,6 +69,10 @@ OURS_WITH_CACHE = channelwise.OURS_WITH_CACHE | rwkv.OURS_WITH_CACHE
 is wrong."""
 
 
+OF_ONE_SEQUENCE = channelwise.UNCACHED
+"""Classes that keep what they remember in themselves, of one sequence alone."""
+
+
 TAKING_BLOCKS = {"MiniMaxModel", *latents.CLASSES, *lightning.MIXERS}.union(
     *(m.MIXERS for m in (channelwise, convolution, delta, mamba, own_attention))
 )
@@ -87,8 +91,17 @@ def entry_of(kind: type) -> Mapping[str, Callable] | Callable | None:
 
 def uncached(model: nn.Module) -> str | None:
     """The name of the first class in a model that is in `UNCACHED`."""
+    return _first_of(UNCACHED, model)
+
+
+def of_one_sequence(model: nn.Module) -> str | None:
+    """The name of the first class in a model that is in `OF_ONE_SEQUENCE`."""
+    return _first_of(OF_ONE_SEQUENCE, model)
+
+
+def _first_of(names: set[str], model: nn.Module) -> str | None:
     kinds = (c.__name__ for module in model.modules() for c in type(module).__mro__)
-    return next((name for name in kinds if name in UNCACHED), None)
+    return next((name for name in kinds if name in names), None)
 
 
 def goes_on(model: nn.Module) -> bool:
@@ -111,7 +124,7 @@ def number_layers(model: nn.Module, undo: ExitStack | None = None) -> None:
     """Tell such modules which of a cache's layers is theirs, where the library does not; `undo` takes the way back."""
     for name, module in model.named_modules():
         if ours_with_cache(module) and not hasattr(module, "layer_idx"):
-            module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())  # type: ignore[assignment]
+            module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())
             if undo is not None:
                 undo.callback(delattr, module, "layer_idx")
 

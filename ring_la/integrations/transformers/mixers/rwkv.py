@@ -66,7 +66,7 @@ def _sums(call: ModelCall, w: Tensor, k: Tensor, v: Tensor, before: Sequence[Ten
     f = (-w).expand_as(k)
     start, entering = _never(call, k), None
     if before:  # they have not decayed for the first token, and do so here
-        start, entering = before[2].clamp(min=NEVER) + w, torch.cat(before[:2], -1)
+        start, entering = before[2].clamp(min=NEVER) + w, torch.cat([*before[:2]], -1)
     m = stabiliser(written, f, start, CommonOptions(**call.split))
     after = m.after.float()
     weight = there * torch.exp(written - after)
