@@ -20,6 +20,7 @@ from ring_la.integrations.transformers import mixers, rotary
 from ring_la.serving import Ended, Engine, Event, Failed, NoText
 from ring_la.serving.model import rehearse
 from ring_la.serving.pretrained import Pretrained, _OneByOne
+from ring_la.serving.static import StaticBatch
 from tests.serving.engines import LONG, Asked
 from tests.support import served_models
 from tests.support.pool import group
@@ -51,10 +52,11 @@ def truth(name: str) -> list[list[int]]:
     return found
 
 
-def served(name: str, cp: ContextParallel | None = None) -> Served:
+def served(name: str, cp: ContextParallel | None = None, fixed: bool = False) -> Served:
     model = Pretrained(CASES[name].make(), cp)
     rehearse(model, cp)
-    engine = Engine(model, NoText(), cp, piece=6, batch=3, keep=1 << 20, patience=LONG)
+    engine = Engine(model, NoText(), cp, piece=6, batch=3, keep=1 << 20, patience=LONG, capture=fixed)
+    assert isinstance(engine.batch, StaticBatch) == fixed
     jobs, again = [Asked(ids, NEW) for ids in PROMPTS], Asked(PROMPTS[0], NEW)
     hear = jobs[0].emit
 
@@ -82,7 +84,8 @@ NAMES = ("recurrent_gemma", "zaya", "rwkv")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_states_of_every_place_are_rows(name):
-    assert served(name) == Served(truth(name), len(PROMPTS[0]), True, True, False)
+    """At fixed addresses, as a graph of a step wants them."""
+    assert served(name, fixed=True) == Served(truth(name), len(PROMPTS[0]), True, True, False)
 
 
 @pytest.mark.parametrize("size", [2, 3])
