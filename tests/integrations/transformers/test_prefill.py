@@ -7,12 +7,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from ring_la.integrations.transformers import mixers  # noqa: E402
 from ring_la.integrations.transformers.names import CACHE, NAMES  # noqa: E402
 from tests.support.transformers_models import CASES, RECURRENT  # noqa: E402
 
 from .test_models import LENGTH, batch  # noqa: E402
 
-UNCACHED = {"glm5_next", "qwen4_exp", "xlstm"}
+UNCACHED = {"glm5_next", "qwen4_exp", "xlstm"} | ({"recurrent_gemma"} if mixers.OF_ONE_SEQUENCE else set())
 PROMPT = LENGTH - 2
 
 
