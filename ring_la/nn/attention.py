@@ -19,7 +19,7 @@ from ..kernels.tokens.products import PreNorm, added_product, normed_products
 from ..keystore import LayerKeys, decode_attention, read_attention
 from ..keystore.static import StaticKeys
 from ..softmax import attention
-from .decoding import GroupedLayer, KVCache, KVRows, cache_of, check_rows, decode, refuse_packed
+from .decoding import GroupedLayer, KVCache, KVRows, cache_of, decode, refuse_packed
 from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotated
 from .tokens import plain, plain_linear
@@ -36,7 +36,7 @@ class Attention(GroupedLayer):
         window: earlier tokens a token sees; −1: all.
     """
 
-    same_bits = True
+    same_bits, host_steps = True, False
 
     def __init__(
         self,
@@ -65,11 +65,6 @@ class Attention(GroupedLayer):
         self.gate_proj = nn.Linear(dim, num_heads * K, bias=False) if gated else None
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
-
-    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, StaticKeys) else state, call)
-        if isinstance(state, StaticKeys):
-            check_rows(x, state.rows.rows, call)
 
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
         q, k, v = call.rows(self.qkv_proj, x).split(self.widths, -1)

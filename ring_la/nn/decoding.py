@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys
+from ..keystore.static import StaticKeys
 from ..softmax.products import product
 from .layer import Layer, LayerCall
 from .seats import Seats
@@ -60,7 +61,7 @@ class KVCache(NamedTuple):
 class KeyedLayer(Layer):
     """A layer that remembers all tokens' keys: its state is a `KVCache`, or `LayerKeys` where a `KeyStore` has them."""
 
-    needs_runs = False
+    needs_runs, host_steps = False, True
     state_type = KVCache
     kept_alike: ClassVar[bool] = True
     """Whether a `KeyStore` has the keys that a `KVCache` would have."""
@@ -71,11 +72,14 @@ class KeyedLayer(Layer):
         """What a token takes in a `KeyStore`."""
 
     def _check(self, x: Tensor, state: Any, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
+        others = (KVRows, LayerKeys) if self.host_steps else (KVRows, LayerKeys, StaticKeys)
+        super()._check(x, None if isinstance(state, others) else state, call)
         if isinstance(state, LayerKeys):
             check_keys(x, state, self.key_size, call)
         elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
+        elif isinstance(state, StaticKeys):
+            check_rows(x, state.rows.rows, call)
         elif state is not None:
             self._check_cache(x, state, call)
 
@@ -84,6 +88,15 @@ class KeyedLayer(Layer):
         expected, got = [x.shape[0], self.key_size.heads], [cache.k.shape[0], cache.k.shape[2]]
         if not call.packed and got != expected:
             raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
+
+    @property
+    def fixed_size(self) -> KeySize:
+        """What a token takes in `StaticKeys`."""
+        return self.key_size
+
+    def fixed_parts(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What these have there of keys and values ``[n, heads, ·]``."""
+        return k, v
 
     def carried_of(self, k: Tensor) -> Tensor | None:
         """What a `KeyStore` carries of sequences whose last keys are ``k [N, Hk, ·]``; None: nothing."""

@@ -74,6 +74,8 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         backend: of attention to chosen latents, as `ring_la.mla`; index_backend: of scores, as `lightning_index`.
     """
 
+    host_steps = True
+
     def __init__(
         self,
         dim: int,
@@ -107,7 +109,7 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         super()._check_cache(x, cache, call)
         refuse_split_cache(call)
 
-    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
+    def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         at, source = positions(x, None if state is None else state.length, call), self._source(x, call)
         q, key, k_up, _ = self._made(source, x, at, call)
         index = self.indexer(source.detach(), x.detach(), at)

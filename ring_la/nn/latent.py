@@ -16,6 +16,7 @@ from ..blockwise import fixed
 from ..checks import check_above_zero
 from ..errors import ArgumentError
 from ..keystore import KeySize, LayerKeys, decode_latents, read_latents
+from ..keystore.static import StaticKeys
 from ..softmax import attention, mla
 from .decoding import KeyedLayer, KVCache, KVRows, cache_of, decode, refuse_packed
 from .layer import LayerCall, LayerOutput, head_width, merge_heads, positions, positive, split_heads
@@ -32,7 +33,7 @@ class MultiheadLatentAttention(KeyedLayer):
         rope_base: base of the rotary positions.
     """
 
-    same_bits = True
+    same_bits, host_steps = True, False
 
     def __init__(
         self,
@@ -68,12 +69,21 @@ class MultiheadLatentAttention(KeyedLayer):
         """What a token's latent and rotary part take, for a `KeyStore`."""
         return KeySize(1, sum(self.widths), 0)
 
+    @property
+    def fixed_size(self) -> KeySize:
+        """Latents are the keys in `StaticKeys`, and rotary parts stand in the place of values."""
+        return KeySize(1, *self.widths)
+
+    def fixed_parts(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        latent, rotary = k.split(self.widths, -1)
+        return latent, rotary
+
     def _check_cache(self, x: Tensor, cache: KVCache, call: LayerCall) -> None:
         expected, got = [x.shape[0], 1, sum(self.widths)], [cache.k.shape[0], *cache.k.shape[2:]]
         if not call.packed and got != expected:
             raise ArgumentError("state", f"latents of {expected[0]} documents, [N, S, 1, {expected[2]}]", got)
 
-    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
+    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> LayerOutput:
         at = positions(x, None if state is None else state.length, call)
         q, key, k_up, v_up = self._made(self._source(x, call), x, at, call)
         latent, k_rope = key[:, :, 0].split(self.widths, -1)
@@ -86,6 +96,11 @@ class MultiheadLatentAttention(KeyedLayer):
         elif isinstance(state, LayerKeys):
             state.put(key)
             o = decode_latents(q, state, k_up, v_up).o
+        elif isinstance(state, StaticKeys):
+            still, turning = q.split(self.q_widths, -1)
+            lowered, parts = torch.einsum("bthn,hnl->bthl", still, k_up), self.fixed_parts(key, key[..., :0])
+            o = state.decode_latents(lowered, turning, *parts, scale=q.shape[-1] ** -0.5)
+            o = torch.einsum("bthl,hvl->bthv", o, v_up)
         elif isinstance(state, KVRows) or (call.layout is None and not call.packed):
             o, state = self._decode(q, key, state, k_up, v_up)
         else:

@@ -104,7 +104,8 @@ class Layer(nn.Module, ABC):
     """Whether each rank must own runs of consecutive tokens."""
     state_type: ClassVar[type] = LayerState
     host_steps: ClassVar[bool] = False
-    """Whether a token after others waits for the host to read its state, which no CUDA graph can."""
+    """Whether a token after others waits for the host to read its state, or goes by lengths that the host knows, which
+    no CUDA graph can."""
     same_bits: ClassVar[bool] = False
     """Whether all of `mix` between operators goes through `LayerCall.rows`, so that under a deterministic layout bits
     do not depend on the split; else such a layout is refused. A class with a `mix` of its own says so again."""

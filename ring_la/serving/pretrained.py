@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..choices import LayoutKind
 from ..context import ContextParallel
+from ..errors import UnsupportedError
 from ..inference import Prefilled
 from .batch import Batch, Row
 from .model import FATAL, keys_stay
@@ -41,6 +42,9 @@ class Pretrained:
     Args:
         model: as it was loaded, whole, or by `load_sharded`. cp: the ranks prompts will be split over; the model is
             made to run so.
+
+    Raises:
+        UnsupportedError: `parallelize` refuses it, or its layers keep one sequence's states in themselves.
     """
 
     kind: LayoutKind = "zigzag"
@@ -173,18 +177,34 @@ class _OneByOne:
     goes_on = False
 
     def __init__(self, model: PreTrainedModel, split: bool) -> None:
+        from ..integrations.transformers.mixers import of_one_sequence
         from ..integrations.transformers.names import cache_name
+        from ..integrations.transformers.sequences import go_on_alone
 
+        if (kind := of_one_sequence(model)) is not None:
+            raise UnsupportedError(
+                "model", "one that has all it remembers in its cache", kind, "Transformers 5.23 has it"
+            )
+        if not split:
+            go_on_alone(model)
         self._model: Any = model
-        names = inspect.signature(model.forward).parameters
-        self._cache = cache_name(model.forward)
-        self._last = {"logits_to_keep": 1} if split or "logits_to_keep" in names else {}
-        self._places = "position_ids" in names  # not all models count on from what is in their cache
+        self._takes = inspect.signature(model.forward).parameters
+        self._cache = cache_name(model.forward)  # until the model says otherwise
+        self._forgets = False
+        self._last = {"logits_to_keep": 1} if split or "logits_to_keep" in self._takes else {}
+        self._places = "position_ids" in self._takes  # not all models count on from what is in their cache
 
     @torch.no_grad()
     def read(self, ids: Tensor, states: None) -> Prefilled:
-        out = self._model(input_ids=ids, use_cache=True, **self._last)
-        return Prefilled(out.logits[:, -1], [out[self._cache], ids.shape[1]])
+        from transformers.cache_utils import DynamicCache
+
+        given = {self._cache: DynamicCache(config=self._model.config)} if self._forgets else {}
+        out = self._model(input_ids=ids, use_cache=True, **given, **self._last)
+        if self._cache not in out and not given:
+            other = next((name for name in out if name in self._takes), None)  # what it returns and takes again
+            self._cache, self._forgets = other or self._cache, other is None
+            return self.read(ids, states)
+        return Prefilled(out.logits[:, -1], [out.get(self._cache, given.get(self._cache)), ids.shape[1]])
 
     @torch.no_grad()
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
@@ -193,7 +213,7 @@ class _OneByOne:
         if self._places:
             keywords["position_ids"] = torch.full_like(tokens[:, None], length)
         out = self._model(input_ids=tokens[:, None], use_cache=True, **keywords)
-        return Prefilled(out.logits[:, -1], [cache, length + 1])
+        return Prefilled(out.logits[:, -1], [out.get(self._cache, cache), length + 1])
 
 
 def same_logits(got: Tensor, want: Tensor) -> None:

@@ -31,7 +31,7 @@ from ..inference import KeySize, LayerKeys, Prefilled
 from ..kernels.sizes import power_of_2
 from ..keystore.static import StaticKeys, StaticRows
 from ..models import HybridLM
-from ..nn import Attention, KVCache, LayerState
+from ..nn import KVCache, LayerState
 from .ahead import goes_ahead
 from .batch import Batch, Row
 from .model import Served
@@ -61,8 +61,8 @@ class StaticBatch(Batch):
         self._layers: list[Any] | None = None  # of a HybridLM
         if isinstance(model.model, HybridLM):
             self._layers = [block.layer for block in model.model.blocks]
-            wrong = [x for x in self._layers if not (isinstance(x, Attention) or x.state_type is LayerState)]
-            wrong += [x for x in self._layers if x.host_steps]
+            known = (KVCache, LayerState)
+            wrong = [x for x in self._layers if x.host_steps or x.state_type not in known]
             if wrong:
                 raise UnsupportedError("capture", "False for a model with such a layer", type(wrong[0]).__name__)
         elif not model.flexible:
@@ -195,14 +195,18 @@ class StaticBatch(Batch):
         """What a layer remembers of one sequence: its keys, values and what it carries, or a `LayerState`."""
         if isinstance(state, LayerState):
             return state
+        layer = None if self._layers is None else self._layers[i]
         if isinstance(state, LayerKeys):
             [held] = state.rows.held
             views = [state.views(span) for span in held.spans(0, held.here)]
             k, v = (torch.cat(x) for x in zip(*views)) if views else (torch.zeros(0, device="cpu"),) * 2
-            return k, v, None if state.carried is None else state.carried[0]
-        carried = None if self._layers is None else self._layers[i].carried_of(state.k[:, -1])
-        mine = self._mine
-        return state.k[0, mine], state.v[0, mine], None if carried is None else carried[0]
+            carried = state.carried
+        else:
+            k, v = state.k[0, self._mine], state.v[0, self._mine]
+            carried = None if layer is None else layer.carried_of(state.k[:, -1])
+        if layer is not None and len(k):
+            k, v = layer.fixed_parts(k, v)
+        return k, v, None if carried is None else carried[0]
 
     @property
     def _mine(self) -> slice:
@@ -227,7 +231,7 @@ class StaticBatch(Batch):
         size = max(0 if old is None else old.size, min(self._most, power_of_2(seats)))
         capacity = max(0 if old is None else old.capacity, columns_for(columns))
         if old is None:
-            self._sizes = [_size_of(state) for state in like]
+            self._sizes = [self._size_of(i, state) for i, state in enumerate(like)]
         before = self._states or [None] * len(self._sizes)
         cp = self._cp if any(self._sizes) else None
         keys = StaticRows(size, capacity, cp, self.model.device)
@@ -248,16 +252,19 @@ class StaticBatch(Batch):
         step = StaticStep(self.model, keys, states, self._choosers, self._cp if self._goes_ahead else None).take
         self._step = capture(step, self._cp, buckets=Buckets(seats_of, {"tokens": 0}, dim=0))
 
+    def _size_of(self, i: int, state: Any) -> KeySize | None:
+        """What a token takes of what a layer remembers; None: nothing, its state has one size."""
+        if isinstance(state, LayerState):
+            return None
+        if self._layers is not None:
+            return self._layers[i].fixed_size
+        if isinstance(state, LayerKeys):
+            return state.size
+        return KeySize(state.k.shape[2], state.k.shape[3], state.v.shape[3])
+
     def _dtype(self, state: Any) -> torch.dtype:
         """Of a layer's keys."""
         return state.k.dtype if isinstance(state, KVCache) else state.rows.store.dtype
-
-
-def _size_of(state: Any) -> KeySize | None:
-    """What a token takes of what a layer remembers; None: nothing, its state has one size."""
-    if isinstance(state, LayerKeys):
-        return state.size
-    return KeySize(state.k.shape[2], state.k.shape[3], state.v.shape[3]) if isinstance(state, KVCache) else None
 
 
 def columns_for(n: int) -> int:

@@ -16,7 +16,7 @@ from ring_la.serving import Completion, Engine, Event, Hybrid, NewToken, NoText,
 from tests.support.generation import WHOLE, greedy, make, tokens
 
 LONG = 60.0
-FIXED = (*WHOLE, "mla", "log_linear_mamba2")
+FIXED = (*WHOLE, "log_linear_mamba2")
 """Layers that no CUDA graph can step."""
 SOME = tuple(name for name in LAYERS if name not in ("gdn", "mamba2", "attention"))
 """Layers to leave out: most, as it is seldom their kind that is tested."""

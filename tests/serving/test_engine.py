@@ -80,7 +80,7 @@ def test_a_step_over_states_of_fixed_addresses(ranks):
     assert [n for *_, n in others] == [ahead, ahead]
     assert ahead >= max(n for _, n in ASKED)
     assert kinds <= 6  # one, two or four seats, of the same columns, with a drawn sequence or without
-    for name in ("mla", "log_linear_mamba2"):
+    for name in ("nsa", "dsa", "moba", "log_linear_mamba2"):
         others = tuple(kind for kind in LAYERS if kind != name)
         with pytest.raises(UnsupportedError, match="capture: expected False for a model with such a layer"):
             engine(without=others, capture=True)

@@ -298,12 +298,12 @@ def command() -> argparse.ArgumentParser:
 
 
 def test_a_model_that_cannot_go_on_after_a_split_prompt_is_refused_before_it_is_announced(ranks, tmp_path: Path):
-    CASES["recurrent_gemma"].make().save_pretrained(tmp_path)
+    CASES["xlstm"].make().save_pretrained(tmp_path)
     for said in ranks.run(4, check_announcement, str(tmp_path)):
         assert said.startswith("model: expected one that reads a prompt and goes on from there, got"), said
-        assert "RecurrentGemmaForCausalLM" in said
+        assert "xLSTMForCausalLM" in said
     with pytest.raises(UnsupportedError, match=r"^model: expected one that reads a prompt"):
-        rehearse(load(tmp_path)[0], None)  # what it remembers is in its layers
+        rehearse(load(tmp_path)[0], None)  # whose cache, in the library, is of other sizes than its layers' states
 
 
 def pretrained(folder: Path, **options: object) -> torch.nn.Module:

@@ -42,6 +42,7 @@ LONGEST = (
     "tests/testing/test_kit.py",
     "tests/distributed/test_determinism.py",
     "tests/training/test_mesh.py",
+    "tests/serving/test_other_caches.py",
 )
 """Files of fifteen seconds and more, the longest first; tests/test_lanes.py holds that they are there."""
 

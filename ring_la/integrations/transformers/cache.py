@@ -18,6 +18,34 @@ from .kept_keys import KeptKeys
 from .names import CACHE
 
 
+class Listed(NamedTuple):
+    """Where a layer's state is in a cache that is a list of tensors ``[B, D, layers]``, which the library writes to.
+
+    Attributes:
+        layer: its number. place: in the list. layers, places: how many there are.
+    """
+
+    layer: int
+    place: int
+    layers: int
+    places: int
+
+    def get(self, cache: Any) -> Tensor | None:
+        """The state ``[B, D]`` there, of earlier tokens; None: there are none."""
+        return cache.get_listed(self) if isinstance(cache, CacheRecorder) else cache[self.place][..., self.layer]
+
+    def put(self, cache: Any, state: Tensor) -> None:
+        """Write a state ``[B, D]`` there; a list may be empty."""
+        if isinstance(cache, CacheRecorder):
+            cache.put_listed(self, state)
+            return
+        if not cache:
+            cache += [None] * self.places
+        if cache[self.place] is None:
+            cache[self.place] = state.new_zeros(*state.shape, self.layers)
+        cache[self.place][..., self.layer] = state
+
+
 class CacheRecorder(Cache):
     """An empty cache that keeps what layers put into it, to be put into a real one with the tokens of all ranks."""
 
@@ -53,6 +81,14 @@ class CacheRecorder(Cache):
         """Keep MiniMax's final state, which every rank has."""
         self.records.append(("set_linear_cache", (), (layer_idx, linear_cache), {}))
 
+    def put_listed(self, listed: Listed, state: Tensor) -> None:
+        """Keep one layer's part of a list of states, which every rank has."""
+        self.records.append(("put_listed", (state,), (listed,), {}))
+
+    def get_listed(self, listed: Listed) -> Tensor | None:
+        """There is no earlier state."""
+        return None
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """There is no earlier state."""
         return None
@@ -69,13 +105,15 @@ class CacheRecorder(Cache):
         """Nothing is to be taken back."""
         return False
 
-    def new_cache(self, config: PreTrainedConfig) -> Cache:
+    def new_cache(self, config: PreTrainedConfig) -> Any:
         """An empty cache of the kind the layers wrote to."""
+        if any(name == "put_listed" for name, *_ in self.records):
+            return []
         if any(name == "set_linear_cache" for name, *_ in self.records):
             return MiniMaxCache()
         return DynamicCache(config=config)
 
-    def replay(self, cache: Cache, layout: ShardedLayout) -> None:
+    def replay(self, cache: Any, layout: ShardedLayout) -> None:
         """Put everything into `cache` as one process would have, or as it is into a `RankCache`. Collective.
 
         Keys of a cache with `KeptKeys`, as its attribute `kept`, are put there.
@@ -85,6 +123,9 @@ class CacheRecorder(Cache):
             return
         kept: KeptKeys | None = getattr(cache, "kept", None)
         for name, tensors, args, keywords in self.records:
+            if name == "put_listed":
+                args[0].put(cache, *tensors)
+                continue
             if name == "update" and kept is not None:
                 k, v = tensors
                 kept.take(_layer_of(args, keywords), k, v, layout)
@@ -151,6 +192,8 @@ class RankCache(Cache):
                 self.entries.append(Remembered(layer, "recurrent", place, tensors[0]))
             elif name == "set_linear_cache":
                 self.entries.append(Remembered(layer, "recurrent", 0, args[1]))
+            elif name == "put_listed":
+                self.entries.append(Remembered(args[0].layer, "recurrent", args[0].place, tensors[0]))
             else:
                 raise UnsupportedError(CACHE, "a RankCache for models without an indexer", name)
 
@@ -165,7 +208,7 @@ class Earlier:
         """A layer's inputs of its convolution, and its recurrence's state ``[B, …]``, one of several heads
         ``[B, heads, …]`` that are scanned one after the other."""
         self._tail = tail
-        self._states = [] if state is None else [state] if state.dim() == 3 else list(state.unbind(1))
+        self._states = [] if state is None else list(state.unbind(1)) if state.dim() == 4 else [state]
 
     def tail(self, width: int) -> Tensor | None:
         """The last `width` inputs ``[B, D, width]`` of the convolution whose inputs were recorded last, once."""
@@ -203,18 +246,21 @@ class ContinuedRecorder(Earlier, CacheRecorder):
     for the inputs before its own.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Any) -> None:
         super().__init__()
         self._cache, self._states = cache, []
         if not hasattr(cache, "get_conv_state"):  # then mixers look into a layer themselves
-            self.layers = cache.layers
+            self.layers = getattr(cache, "layers", [])
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords) -> Tensor:
         self.know(self.get_conv_state(layer_idx, state_idx), self.get_recurrent_state(layer_idx, state_idx))
         return super().update_conv_state(conv_states, layer_idx, state_idx, **keywords)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor:
-        return self._cache.get_linear_cache(layer_idx)  # type: ignore[attr-defined]
+        return self._cache.get_linear_cache(layer_idx)
+
+    def get_listed(self, listed: Listed) -> Tensor | None:
+        return listed.get(self._cache)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         if hasattr(self._cache, "get_conv_state"):

@@ -80,6 +80,8 @@ def _way(model: PreTrainedModel, split: SplitModel, arguments: dict) -> str:
 def _filled(cache: Any) -> bool:
     if getattr(cache, "linear_cache", None):  # MiniMax's, whose first layer may hold no keys
         return True
+    if isinstance(cache, list):  # RWKV-4's
+        return bool(cache)
     try:
         return cache.get_seq_length() > 0
     except ValueError:  # a cache of recurrent states only

@@ -19,7 +19,7 @@ from .checks import Checks, refuse_by_config, refuse_head, refuse_other_bits
 from .forward import model_forward
 from .head import after_backbone, backbone_forward
 from .masks import make_mask
-from .mixers import entry_of, uncached
+from .mixers import entry_of, number_layers, uncached
 from .modules import ModuleForwards, mixer_forward
 from .names import cache_name
 from .norms import NormForms, norm_forward
@@ -105,6 +105,7 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
     attention.use(split=True)
     current = Current()
     forwards = ModuleForwards(current)
+    number_layers(model, undo)
     _put_forwards(model, forwards, undo, norms=not settings.cp.deterministic)
     split = SplitModel(
         settings=settings,

@@ -1,5 +1,5 @@
-"""What the library calls a cache: `cache` since 5.24, `past_key_values` before, and `cache_params` where it has states
-alone."""
+"""What the library calls a cache: `cache` since 5.24, `past_key_values` before, `cache_params` where it has states
+alone, and `state` where these are a list of tensors (RWKV-4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-NAMES = ("cache", "past_key_values", "cache_params")
+NAMES = ("cache", "past_key_values", "cache_params", "state")
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name in the installed version, for errors."""
 

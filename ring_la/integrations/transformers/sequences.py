@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from ...context import ContextParallel
 from ...errors import UnsupportedError
@@ -35,16 +34,28 @@ from .cache import WatchedCache
 from .call import Current, ModelCall
 from .kept_keys import KeptKeys
 from .masks import make_mask
-from .mixers import goes_on, make_forward, scans
+from .mixers import goes_on, make_forward, number_layers, ours_with_cache, scans
 from .mixers.indexed import is_matrix
 from .mixers.latents import caches_latents
 from .names import cache_name
 from .next_token import ROWS, ExpertNames, KeysOfStep, attend_rows
-from .slots import put_keys, put_state, slots, with_all_keys
+from .slots import kind_of, put_keys
 from .step_parts import shorten
 
 MEMORY = (KVRows, StaticKeys, LayerKeys)
 """States that a step writes to where they are."""
+
+
+def go_on_alone(model: PreTrainedModel) -> Current:
+    """Give a model that is not split our mixers where the library's do not go on from a cache; the call they find."""
+    current: Current | None = getattr(model, "_ring_la_alone", None)
+    if current is None:
+        current = model._ring_la_alone = Current()  # type: ignore[assignment]
+    number_layers(model)
+    for module in model.modules():
+        if (scans(module) or ours_with_cache(module)) and "forward" not in vars(module):
+            module.forward = types.MethodType(make_forward(module, current), module)
+    return current
 
 
 class Sequences:
@@ -72,22 +83,18 @@ class Sequences:
         self._takes = inspect.signature(model.forward).parameters
         self.name = cache_name(model.forward)
         self._step, self._experts = KeysOfStep(), ExpertNames(model)
-        self._alone, self._scans = Current(), False  # of a model that is not split
+        self._alone = go_on_alone(model) if self._split is None else Current()
+        self._scans = any(scans(module) for module in model.modules())
         self._latents: dict[int, bool] = {}  # layers that have them, and whether one matrix says what they become
         for module in model.modules():
             module._ring_la_rows = self._step  # type: ignore[assignment]
-            self._scans = self._scans or scans(module)
-            if scans(module) and self._split is None and "forward" not in vars(module):
-                module.forward = types.MethodType(make_forward(module, self._alone), module)
             if hasattr(module, "expand_kv") and caches_latents(type(module)):
                 self._latents[int(module.layer_idx)] = is_matrix(module.kv_b_proj)  # type: ignore[arg-type]
         self._short = False
-        out = self._call(torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, None)
-        if not isinstance(out[self.name], (DynamicCache, MiniMaxCache)):
-            raise UnsupportedError("model", "one with a cache of the library", type(out[self.name]).__name__)
-        self._of_minimax = isinstance(out[self.name], MiniMaxCache)
-        self._slots = slots(out[self.name])
-        layers = {i: out[self.name].layers[slot.layer] for i, slot in enumerate(self._slots) if slot.state is None}
+        cache = self._first_cache()
+        self._kind = kind_of(cache)
+        self._slots = self._kind.slots(cache)
+        layers = {i: cache.layers[slot.layer] for i, slot in enumerate(self._slots) if slot.state is None}
         self.sizes = {i: KeySize(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for i, x in layers.items()}
         self._dtypes = {x.dtype for layer in layers.values() for x in (layer.keys, layer.values)}
         self.keys: KeyStore | None = None
@@ -118,7 +125,7 @@ class Sequences:
             return out
         rows = None if states is None else rows_of(states)
         if states is None:
-            cache, positions = self._empty(), None
+            cache, positions = self._kind.empty(self.model.config), None
         else:
             rows = None if rows is None else rows.chosen(range(len(rows)))  # all of their tokens are earlier ones
             states = states if rows is None else with_rows(states, rows)
@@ -128,7 +135,7 @@ class Sequences:
         kept = self._kept(cache, rows)
         with self._going_on(cache, states is not None):
             out = self._call(ids, cache, positions)
-        return Prefilled(out.logits[:, -1], self._taken(cache, kept))
+        return Prefilled(out.logits[:, -1], self._taken(out[self.name] if cache is None else cache, kept))
 
     def step(self, tokens: Tensor, states: Sequence[Any], in_place: bool) -> Prefilled:
         """Read one more token of each sequence, ``tokens [N]``; keys in `KVRows` or `StaticKeys` are written there.
@@ -171,7 +178,7 @@ class Sequences:
         return nullcontext()
 
     @torch.no_grad()
-    def _call(self, ids: Tensor, cache: Cache | None, positions: Tensor | None) -> Any:
+    def _call(self, ids: Tensor, cache: Any, positions: Tensor | None) -> Any:
         """The model on tokens after those of a cache."""
         keywords: dict[str, Any] = {self.name: cache}
         if positions is not None and "position_ids" in self._takes:
@@ -180,35 +187,38 @@ class Sequences:
             keywords["logits_to_keep"] = 1
         return self.model(input_ids=ids, use_cache=True, **keywords)
 
-    # -- between a cache and states ------------------------------------------------------------------------
-
-    def _empty(self) -> Cache:
-        """A new cache, in which windows keep all keys."""
-        cache = MiniMaxCache() if self._of_minimax else DynamicCache(config=self.model.config)
-        cache.layers = [with_all_keys(layer) for layer in cache.layers]
+    def _first_cache(self) -> Any:
+        """What the model has as a cache of one token."""
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        cache = self._call(ids, None, None).get(self.name)
+        if cache is None and self.name in self._takes:  # it makes one and forgets it
+            cache = DynamicCache(config=self.model.config)
+            self._call(ids, cache, None)
         return cache
 
-    def _cache(self, states: Sequence[Any], own: bool) -> Cache:
+    # -- between a cache and states ------------------------------------------------------------------------
+
+    def _cache(self, states: Sequence[Any], own: bool) -> Any:
         """A cache that has these states; `own`: it may write to them."""
-        cache, length = self._empty(), _longest(states)
+        cache, length = self._kind.empty(self.model.config), _longest(states)
+        cache = [] if cache is None else cache
         nothing = torch.zeros(1, dtype=self.model.dtype, device=self.model.device)
+        layers = getattr(cache, "layers", [])
         for slot, state in zip(self._slots, states, strict=True):
-            while len(cache.layers) <= slot.layer:
-                cache.layers.append(cache_utils.DynamicLayer())
-            layer: Any = cache.layers[slot.layer]
+            if isinstance(state, LayerState):
+                parts = (x if x is None or own else x.clone() for x in (state.recurrent, state.tail))
+                self._kind.put(cache, slot, *parts)
+                continue
+            while len(layers) <= slot.layer:
+                layers.append(cache_utils.DynamicLayer())
+            layer: Any = layers[slot.layer]
             if isinstance(state, KVRows):
                 layer.update = functools.partial(self._step.put, state, slot.layer in self._latents)
             elif isinstance(state, (StaticKeys, LayerKeys)):
                 layer.update = self._update_of(slot.layer, state)
-            elif isinstance(state, KVCache):
-                put_keys(layer, state.k.transpose(1, 2), state.v.transpose(1, 2))
             else:
-                recurrent, tail = (x if x is None or own else x.clone() for x in (state.recurrent, state.tail))
-                if self._of_minimax:
-                    cache.set_linear_cache(slot.layer, recurrent)  # type: ignore[attr-defined]
-                else:
-                    put_state(layer, slot.state, recurrent, tail)
-        for layer in cache.layers:  # that are asked how many tokens there are
+                put_keys(layer, state.k.transpose(1, 2), state.v.transpose(1, 2))
+        for layer in layers:  # that are asked how many tokens there are
             if length and not getattr(layer, "is_initialized", True):
                 put_keys(layer, *[nothing.expand(1, 1, length, 1)] * 2)
         return cache
@@ -237,16 +247,14 @@ class Sequences:
                 kept.take(self._slots[i].layer, layer.keys, layer.values, None)
         keys = iter(range(len(self.sizes)))
         states: list[Any] = []
-        for number, state in self._slots:
-            layer = cache.layers[number] if number < len(cache.layers) else None
-            if state is None and kept is not None and kept.after is not None:
+        for slot in self._slots:
+            if slot.state is not None:
+                states.append(self._kind.taken(cache, slot))
+            elif kept is not None and kept.after is not None:
                 states.append(kept.after[next(keys)])
-            elif state is None:
-                states.append(KVCache(layer.keys.transpose(1, 2), layer.values.transpose(1, 2), None))
-            elif self._of_minimax:
-                states.append(LayerState(cache.linear_cache[number]))
             else:
-                states.append(LayerState(layer.recurrent_states[state], layer.conv_states[state]))
+                layer = cache.layers[slot.layer]
+                states.append(KVCache(layer.keys.transpose(1, 2), layer.values.transpose(1, 2), None))
         return states
 
 

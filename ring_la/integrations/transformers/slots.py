@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import cache_utils
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from ...errors import UnsupportedError
+from ...nn import LayerState
 
 KNOWN = (
     *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"),
@@ -23,23 +26,91 @@ class Slot(NamedTuple):
     state: int | None
 
 
-def slots(cache: Any) -> list[Slot]:
-    """Where a cache has states, once a token was read."""
-    slots, linear = [], getattr(cache, "linear_cache", ())
-    for i in range(len(cache)):
-        if i < len(linear) and isinstance(linear[i], Tensor):
-            slots.append(Slot(i, 0))
-        if i >= len(cache.layers):
-            continue
-        layer = cache.layers[i]
-        if type(layer).__name__ not in KNOWN:
-            raise UnsupportedError("model", "a cache of keys, values and states", type(layer).__name__)
-        for n in range(getattr(layer, "number_of_states", 0)):
-            if layer.recurrent_states[n] is not None or layer.conv_states[n] is not None:
-                slots.append(Slot(i, n))
-        if getattr(layer, "keys", None) is not None:
-            slots.append(Slot(i, None))
-    return slots
+class LayeredStates:
+    """States in the layers of a `DynamicCache`."""
+
+    holds: type = DynamicCache
+
+    def empty(self, config: PreTrainedConfig) -> Any:
+        """A new cache, in which windows keep all keys; None: the model makes its own."""
+        cache = self.holds(config=config)
+        cache.layers = [with_all_keys(layer) for layer in cache.layers]
+        return cache
+
+    def slots(self, cache: Any) -> list[Slot]:
+        """Where a cache has states, once a token was read."""
+        found = []
+        for i, layer in enumerate(cache.layers):
+            if type(layer).__name__ not in KNOWN:
+                raise UnsupportedError("model", "a cache of keys, values and states", type(layer).__name__)
+            for n in range(getattr(layer, "number_of_states", 0)):
+                if layer.recurrent_states[n] is not None or layer.conv_states[n] is not None:
+                    found.append(Slot(i, n))
+            if getattr(layer, "keys", None) is not None:
+                found.append(Slot(i, None))
+        return found
+
+    def put(self, cache: Any, slot: Slot, recurrent: Tensor | None, tail: Tensor | None) -> None:
+        """Write a state into a new cache."""
+        put_state(cache.layers[slot.layer], slot.state, recurrent, tail)
+
+    def taken(self, cache: Any, slot: Slot) -> LayerState:
+        """A state that a cache has."""
+        layer = cache.layers[slot.layer]
+        return LayerState(layer.recurrent_states[slot.state], layer.conv_states[slot.state])
+
+
+class MiniMaxStates(LayeredStates):
+    """States beside the layers, of which a last one that has no keys may be missing."""
+
+    holds = MiniMaxCache
+
+    def empty(self, config: PreTrainedConfig) -> Any:
+        return MiniMaxCache()
+
+    def slots(self, cache: Any) -> list[Slot]:
+        keys = {slot.layer: slot for slot in super().slots(cache)}
+        states = {i: Slot(i, 0) for i, x in enumerate(cache.linear_cache) if isinstance(x, Tensor)}
+        return [of[i] for i in range(len(cache)) for of in (states, keys) if i in of]
+
+    def put(self, cache: Any, slot: Slot, recurrent: Tensor | None, tail: Tensor | None) -> None:
+        cache.set_linear_cache(slot.layer, recurrent)
+
+    def taken(self, cache: Any, slot: Slot) -> LayerState:
+        return LayerState(cache.linear_cache[slot.layer])
+
+
+class ListedStates(LayeredStates):
+    """States that are a list of tensors ``[B, D, layers]`` (RWKV-4)."""
+
+    holds = list
+
+    def empty(self, config: PreTrainedConfig) -> Any:
+        return None
+
+    def slots(self, cache: Any) -> list[Slot]:
+        return [Slot(0, n) for n in range(len(cache))]
+
+    def put(self, cache: Any, slot: Slot, recurrent: Tensor | None, tail: Tensor | None) -> None:
+        cache.append(recurrent)
+
+    def taken(self, cache: Any, slot: Slot) -> LayerState:
+        return LayerState(cache[slot.state])
+
+
+KINDS: tuple[type[LayeredStates], ...] = (MiniMaxStates, ListedStates, LayeredStates)
+
+
+def kind_of(cache: Any) -> LayeredStates:
+    """Where a cache like this has its states.
+
+    Raises:
+        UnsupportedError: nothing is known of it.
+    """
+    for kind in KINDS:
+        if isinstance(cache, kind.holds):
+            return kind()
+    raise UnsupportedError("model", "one with a cache of the library", type(cache).__name__)
 
 
 def with_all_keys(layer: Any) -> Any:

@@ -16,12 +16,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from ....errors import UnsupportedError
-from ..call import Current
+from ..call import Current, ModelCall
+from ..names import cache_of
 from . import (
     channelwise,
     convolution,
@@ -54,12 +56,23 @@ MIXERS: dict[str, Mapping[str, Callable | OfLayer] | Callable] = {
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
-UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, latents, qwen4_exp, rwkv, xlstm, zaya)))
+UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, latents, qwen4_exp, xlstm)))
 """Classes whose state a split call cannot put into a cache."""
 
 
-CONTINUED = set(latents.CLASSES).union(*(m.MIXERS for m in (convolution, delta, mamba, lightning)), channelwise.SCANS)
+CONTINUED = {*latents.CLASSES, *channelwise.SCANS, *channelwise.OURS_WITH_CACHE}.union(
+    *(m.MIXERS for m in (convolution, delta, mamba, lightning, rwkv, zaya))
+)
 """Classes that go on from a filled cache on split tokens."""
+
+
+OURS_WITH_CACHE = channelwise.OURS_WITH_CACHE | rwkv.OURS_WITH_CACHE
+"""Classes whose forward is ours in every call with a cache, split or whole: the library's leaves nothing there, or what
+is wrong."""
+
+
+OF_ONE_SEQUENCE = channelwise.UNCACHED
+"""Classes that keep what they remember in themselves, of one sequence alone."""
 
 
 TAKING_BLOCKS = {"MiniMaxModel", *latents.CLASSES, *lightning.MIXERS}.union(
@@ -86,8 +99,17 @@ def asked_of(kind: type) -> tuple[Callable[[nn.Module], float | None], ...]:
 
 def uncached(model: nn.Module) -> str | None:
     """The name of the first class in a model that is in `UNCACHED`."""
+    return _first_of(UNCACHED, model)
+
+
+def of_one_sequence(model: nn.Module) -> str | None:
+    """The name of the first class in a model that is in `OF_ONE_SEQUENCE`."""
+    return _first_of(OF_ONE_SEQUENCE, model)
+
+
+def _first_of(names: set[str], model: nn.Module) -> str | None:
     kinds = (c.__name__ for module in model.modules() for c in type(module).__mro__)
-    return next((name for name in kinds if name in UNCACHED), None)
+    return next((name for name in kinds if name in names), None)
 
 
 def goes_on(model: nn.Module) -> bool:
@@ -101,9 +123,23 @@ def scans(module: nn.Module) -> bool:
     return any(c.__name__ in channelwise.SCANS for c in type(module).__mro__)
 
 
+def ours_with_cache(module: nn.Module) -> bool:
+    """Whether a module's forward is ours in every call with a cache."""
+    return any(c.__name__ in OURS_WITH_CACHE for c in type(module).__mro__)
+
+
+def number_layers(model: nn.Module, undo: ExitStack | None = None) -> None:
+    """Tell such modules which of a cache's layers is theirs, where the library does not; `undo` takes the way back."""
+    for name, module in model.named_modules():
+        if ours_with_cache(module) and not hasattr(module, "layer_idx"):
+            module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())
+            if undo is not None:
+                undo.callback(delattr, module, "layer_idx")
+
+
 def make_forward(module: nn.Module, current: Current) -> Callable:
     """The forward of a mixer, and of those of its class that say the same: ours in a split call, the library's
-    otherwise.
+    otherwise but for `OURS_WITH_CACHE`.
 
     Raises:
         UnsupportedError: the class does not call a function its entry replaces (another version of the library).
@@ -115,6 +151,8 @@ def make_forward(module: nn.Module, current: Current) -> Callable:
         @functools.wraps(own)
         def forward(self: Any, *args, **keywords):
             call = current.call
+            if call is None and ours_with_cache(self) and cache_of(keywords) is not None:
+                call = ModelCall(None)
             return own(self, *args, **keywords) if call is None else entry(call, self, *args, **keywords)
 
         return forward

@@ -1,7 +1,7 @@
 """Mixers whose channels each carry a state of their own: Mamba (selective scan) and Griffin's RG-LRU.
 
-Every channel is a head with one value: ``S ← diag(exp g) S + k v``. Mamba's A differs by channel and state, so its gate
-has a row a channel; an RG-LRU has one number a channel.
+Mamba's A differs by channel and state: every channel is a head with one value, ``S ← diag(exp g) S + k v``, whose gate
+has a row a channel. An RG-LRU has one number a channel, which is HGRN's recurrence.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from ....conv import short_conv
-from ....recurrences import gla, simple_gla
+from ....recurrences import gla, hgrn
 from ..call import ModelCall
+from ..names import takes_cache
 from .convolution import causal_conv1d_fn
 from .indexed import Overriding
 from .mamba import no_fused_kernel
@@ -53,27 +55,51 @@ def selective_scan(
     return (y, out.final_state[..., 0]) if return_last_state else y
 
 
-def rg_lru(call: ModelCall, layer: Any, *args, **keywords) -> Tensor:
-    """``RecurrentGemmaRglru`` (De et al. 2024, arXiv 2402.19427, eq. 3–4): ``h ← a h + x`` in every channel."""
+@takes_cache
+def griffin_block(
+    call: ModelCall,
+    layer: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    use_cache: bool | None = None,
+    cache: Any = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """``RecurrentGemmaRecurrentBlock``: a short convolution, then the RG-LRU, beside a gate.
+
+    What it remembers is in the cache, as that of other mixers is, and not in the layer, where the library has it.
+    """
+    number, conv, kept = getattr(layer, "layer_idx", None), layer.conv_1d, cache is not None
+    tail, before = (cache.get_conv_state(number), cache.get_recurrent_state(number)) if kept else (None, None)
+    x = layer.linear_x(input_states)
+    mixed = call.operator(short_conv, x, weight=conv.weight[:, 0], bias=conv.bias, initial_state=tail).o
+    o, final = rg_lru(call, layer.rg_lru, mixed, position_ids, before, kept)
+    if kept:  # written where they are, so after they are read
+        cache.update_conv_state(x.transpose(1, 2), number, conv_kernel_size=layer.conv1d_width - 1)
+        cache.update_recurrent_state(final, number)
+    return layer.linear_out(o * layer.act_fn(layer.linear_y(input_states))), None
+
+
+def rg_lru(
+    call: ModelCall, layer: Any, x: Tensor, position_ids: Tensor, before: Tensor | None, wants_final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``RecurrentGemmaRglru`` (De et al. 2024, arXiv 2402.19427, eq. 3–4): ``h ← a h + x`` in every channel.
+
+    `before` and the state after the last token, if wanted, are ``[B, D]`` in fp32.
+    """
+    final = None
 
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: object) -> tuple[Tensor, None]:
-        x, ones = hidden_states.float()[..., None], hidden_states.new_ones(*hidden_states.shape[:2], 1, 1).float()
+        nonlocal final
         smallest = torch.finfo(torch.float32).tiny
         g = recurrent_gate.float().clamp(min=smallest).log()  # documents' first tokens have a = 0 and no state before
-        return call.operator(simple_gla, ones, ones, x, g, scale=1.0).o[..., 0].to(hidden_states.dtype), None
+        how = dict(initial_state=before, output_final_state=wants_final)
+        out = call.operator(hgrn, hidden_states.float(), g, **how)
+        final = out.final_state if wants_final else None
+        return out.o.to(hidden_states.dtype), None
 
-    return Overriding(layer, _rnn_scan=scan).forward(*args, **keywords)
-
-
-def griffin_block(call: ModelCall, layer: Any, *args, use_cache: bool | None = None, **keywords):
-    """``RecurrentGemmaRecurrentBlock``: a short convolution, then the RG-LRU."""
-
-    def convolve(x: Tensor) -> Tensor:
-        conv = layer.conv_1d
-        weights = dict(weight=conv.weight[:, 0], bias=conv.bias)
-        return call.operator(short_conv, x.transpose(1, 2), **weights).o.transpose(1, 2)
-
-    return Overriding(layer, conv_1d=convolve).forward(*args, use_cache=False, **keywords)
+    return Overriding(layer, _rnn_scan=scan).forward(x, position_ids), final
 
 
 SELECTIVE = {"causal_conv1d_fn": causal_conv1d_fn, "mamba_selective_scan": selective_scan}
@@ -89,6 +115,8 @@ SCANS = {
 MIXERS = {
     **SCANS,
     "RecurrentGemmaRecurrentBlock": griffin_block,
-    "RecurrentGemmaRglru": rg_lru,
 }
-UNCACHED = {"RecurrentGemmaRecurrentBlock"}
+OURS_WITH_CACHE = {"RecurrentGemmaRecurrentBlock"} if hasattr(Cache, "get_conv_state") else set()
+"""The library's leaves nothing in a cache, which has a place for it since Transformers 5.23: it keeps one state in
+itself."""
+UNCACHED = {"RecurrentGemmaRecurrentBlock"} - OURS_WITH_CACHE
