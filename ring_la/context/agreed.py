@@ -88,7 +88,7 @@ class AgreedLayout(OfThisProcess, Layout):
 
         With validate="first" a signature already seen on this layout is not compared again. Returns what `again` takes.
         """
-        entry = None
+        entry, error = None, error or self.cp.several_threads()
         if self.cp.validate != "never" and self.cp.size > 1:
             agreement, what, key = self.cp.comm.agreement, f"the arguments of {call}", (call, signature)
             known = self._seen.get(key) if error is None else None
@@ -103,6 +103,9 @@ class AgreedLayout(OfThisProcess, Layout):
 
     def again(self, entry: Entry | None) -> None:
         """This rank comes to a call like one that `agree` has compared; nobody waits."""
+        error = self.cp.several_threads()
+        if error is not None:
+            self.agree("a call like one before", None, error)  # raises, on every rank
         if entry is not None:
             self.cp.comm.agreement.again(entry)
 

@@ -30,6 +30,16 @@ def check_choices(scan: str, attention: str, transport: str, deterministic: bool
         raise ArgumentError("scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order")
 
 
+def several_threads(device: torch.device) -> ArgumentError | None:
+    """What is wrong where deterministic ranks compute with several threads on CPUs: how work is cut among these changes
+    bits, those of operators of one's own, too."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        return None
+    hint = "Call torch.set_num_threads(1), or set OMP_NUM_THREADS=1, as torchrun does for several processes"
+    return ArgumentError("deterministic", "one thread a process with True on CPUs", f"{threads} threads", hint)
+
+
 def check_head_groups(head_groups: object) -> None:
     """Refuse what is no number of groups."""
     number = isinstance(head_groups, int) and not isinstance(head_groups, bool) and head_groups >= 1

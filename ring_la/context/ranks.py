@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Affine
 from ..choices import AttentionChoice, HeadGroups, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
-from ..comm import Group
+from ..comm import Group, refusal
 from ..errors import ArgumentError
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 from . import moves
-from .arguments import check_choices, check_head_groups, duration
+from .arguments import check_choices, check_head_groups, duration, several_threads
 from .grid import Grid, process_group
 from .handle import OfThisProcess, enter
 from .marks import Marks
@@ -50,17 +50,25 @@ class ContextRanks(OfThisProcess, ABC):
         self.head_groups: HeadGroups = head_groups
         self.deterministic, self.timeout, self.validate = deterministic, timeout, validate
         self.comm.agreement.backwards = validate != "never"
+        error = self.several_threads()
         if validate != "never":
             settings: dict[str, object] = dict(
                 scan=scan, attention=attention, transport=transport, deterministic=self.deterministic
             )
             settings |= {"head_groups": head_groups, "validate": validate}
-            self.comm.agreement.agree("the settings of ContextParallel", settings)
+            said = settings if error is None else f"refused: {error}"
+            self.comm.agreement.agree("the settings of ContextParallel", said, alike=refusal(error))
+        if error is not None:
+            raise error
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
         self.marks = Marks()
         self._chosen: dict[object, Scan] = {}
         self.number = enter(self)
+
+    def several_threads(self) -> ArgumentError | None:
+        """What is wrong with this process's number of threads, as it is now."""
+        return several_threads(self.device) if self.deterministic else None
 
     @property
     def rank(self) -> int:

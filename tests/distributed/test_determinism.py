@@ -166,3 +166,37 @@ def check_deterministic_refusals(rank: int) -> None:
 
 def test_deterministic_refuses_what_it_cannot_keep(ranks):
     ranks.run(2, check_deterministic_refusals)
+
+
+def check_threads(rank: int) -> tuple[Tensor, Tensor]:
+    """Refusals where all ranks, or rank 1, have several threads; results before and after."""
+    expected = "deterministic: expected one thread a process with True on CPUs, got {} threads. Call torch.set_num_thr"
+    x = {n: t.detach() for n, t in make_inputs("gated_delta_rule", 1, 66, dtype=torch.float32).items()}
+    cp = ring_la.ContextParallel(group(), deterministic=True)
+    layout = cp.layout(66)
+
+    def call() -> Tensor:
+        return ring_la.gated_delta_rule(**{n: layout.shard(t) for n, t in x.items()}, layout=layout).o
+
+    first = layout.gather(call())
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            for refused in (lambda: ring_la.ContextParallel(group(), deterministic=True), call):
+                with pytest.raises(ring_la.ArgumentError) as caught:
+                    refused()
+                assert str(caught.value).startswith(expected.format(threads))
+            ring_la.ContextParallel(group(), scan="ring")  # whose bits nobody promises
+        torch.set_num_threads(1 + 2 * rank)
+        with pytest.raises(ring_la.DisagreementError) as of_one:
+            ring_la.ContextParallel(group(), deterministic=True)
+        assert f"rank 1: refused: {expected.format(3)}" in str(of_one.value)
+    finally:
+        torch.set_num_threads(1)
+    return first, layout.gather(call())
+
+
+def test_several_threads_on_cpus_are_refused_on_every_rank(ranks):
+    """Their number changes bits, of operators of one's own, too; one thread gives the same, whatever was before."""
+    for before, after in ranks.run(2, check_threads):
+        assert torch.equal(before, after)
