@@ -25,6 +25,8 @@ MAMBA3 = 6
 RESUMING = ("context", "data2", "fsdp2", "fsdp")
 LONG = ("model", "resume", "training", "bits")
 """They take longer than others."""
+SHORT = 24
+"""Tokens of the longest case whose messages fit into mailboxes of files."""
 SCALES = (None, None, None, 0.3, 1.0, -0.4, 0.0)
 OTHERS = (None, None, None, None, "fp64", "fp32", "bf16")
 """Dtypes of single inputs; None: as they come."""
@@ -45,7 +47,7 @@ def draw(rng: Random, small: bool = False) -> Case:
         validate=rng.choices(("first", "always", "never"), (8, 1, 1))[0],
     )  # fmt: skip
     case = _around(rng, _MORE.get(op, _recurrence)(rng, case))
-    by_files = case.P > 1 and case.op != "resume" and rng.random() < 0.08
+    by_files = case.P > 1 and case.T <= SHORT and case.op != "resume" and rng.random() < 0.08
     return case.but(transport="symmetric") if by_files else case
 
 

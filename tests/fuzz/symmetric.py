@@ -25,7 +25,8 @@ message has to find room for all of it, where on a GPU others take of it meanwhi
 
 
 def carry(cp: ring_la.ContextParallel) -> None:
-    """From here on messages of a context go so. Collective."""
+    """From here on messages of a context go so; rings of states by messages, too, for the interpreter does not end some
+    of the kernels that carry them, with more units than lanes. Collective."""
     with _folder(cp.comm) as folder:
         own = over_files(cp.rank, cp.size, folder, chunk=CHUNK, step=CHUNK)
     boxes: Any = own.mailboxes
@@ -36,7 +37,7 @@ def carry(cp: ring_la.ContextParallel) -> None:
         assert message.size <= room, f"a message of {message.size} bytes, of which the interpreter takes {room}"
         launch(message, stream)
 
-    boxes._launch = launched
+    boxes._launch, own.mailboxes = launched, None
     own.agreement.backwards, own.copies = cp.comm.agreement.backwards, True
     cp.comm = own
 

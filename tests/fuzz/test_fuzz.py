@@ -63,7 +63,7 @@ OVER_FILES = (
 def counted(rank: int, line: str) -> tuple[str, int]:
     """What is said of such a case, and how many messages go by mailboxes, none of which arrives on rank 0."""
     case = Case.parse(line)
-    boxes: Any = in_rank.context(case).comm.mailboxes
+    boxes: Any = in_rank.context(case).comm.transport
     launched, launch = [], boxes._launch
 
     def lost(message: Any, stream: Any) -> None:
