@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--transport", choices=("auto", "torch", "symmetric"), default="auto", help="of messages")
     args = parser.parse_args()
     switch.ON_GPUS = not args.by_block
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # on which bits depend
     if "RANK" in os.environ:
         dist.init_process_group()
         if torch.cuda.is_available():

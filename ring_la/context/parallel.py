@@ -33,7 +33,8 @@ class ContextParallel(ContextRanks):
             pass, where they travel once more. "auto": as many as leave every rank a key head of each group.
         deterministic: results, losses and gradients do not depend on the number of ranks, the layout or the packing,
             bit for bit (docs/users/promises.md says of what): segment borders fall on multiples of 64 tokens of each
-            document, each such block is computed by itself, and sums have one order or are exact.
+            document, each such block is computed by itself, and sums have one order or are exact. On CPUs bits are
+            those of a number of threads (``torch.set_num_threads``; torchrun sets one), which all ranks have alike.
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError that names it; on GPUs where no
             host is behind another and a message of NCCL's is stuck, the process group's own timeout governs.
         validate: "first" waits for a comparison of shapes, dtypes, flags and layouts among ranks the first time a

@@ -55,6 +55,8 @@ class ContextRanks(OfThisProcess, ABC):
                 scan=scan, attention=attention, transport=transport, deterministic=self.deterministic
             )
             settings |= {"head_groups": head_groups, "validate": validate}
+            if deterministic and self.device.type == "cpu":
+                settings["threads (torch.get_num_threads())"] = torch.get_num_threads()  # on which bits depend
             self.comm.agreement.agree("the settings of ContextParallel", settings)
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None

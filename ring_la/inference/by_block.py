@@ -23,14 +23,13 @@ from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..models import HybridLM
 from ..models.checks import check_model
 from ..nn.layer import Layer
-from ..nn.moe import MixtureOfExperts
 
 
 class BlockReader:
     """What a model remembers of N documents of one length, read block by block.
 
     Args:
-        model: its layers may be of any kind that goes on from a state under a deterministic layout; no experts.
+        model: its layers may be of any kind that goes on from a state under a deterministic layout.
         cp: deterministic, of this rank alone: reading on takes no other.
 
     Raises:
@@ -44,7 +43,7 @@ class BlockReader:
             raise ArgumentError("cp", "one with deterministic=True, of one rank", repr(cp))
         for part in model.modules():
             cuts = part.cuts if isinstance(part, Layer) else ""
-            if cuts or isinstance(part, MixtureOfExperts) or (isinstance(part, Layer) and not part.same_bits):
+            if cuts or (isinstance(part, Layer) and not part.same_bits):
                 expected = "layers that go on from a state under a deterministic layout"
                 raise UnsupportedError("model", expected, type(part).__name__, cuts)
         self.model, self.cp = model, cp

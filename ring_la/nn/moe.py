@@ -24,12 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import full_precision
+from ..blockwise import by_block, fixed, linear, token_sum
 from ..checks import check_flag, check_int, check_least, is_floats
 from ..choices import GroupedBackend
 from ..comm import Pending
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ..grouped_gemm import grouped_gemm
+from . import fixed_experts
 from .layer import positive, wide
 from .mlp import SwiGLU
 
@@ -57,7 +59,9 @@ class MoEOutput(NamedTuple):
 class MixtureOfExperts(nn.Module):
     """k of E SwiGLUs a token, as in Mixtral, Qwen-MoE and Qwen3-Next (see the module's text).
 
-    The router multiplies and normalises in fp32 (fp64 for fp64), also inside autocast.
+    The router multiplies and normalises in fp32 (fp64 for fp64), also inside autocast. Under a deterministic layout
+    each expert reads all of a rank's tokens, zeros in place of those that are not its own, E / k times the work, and
+    the first rank's part of the auxiliary loss is all of it.
 
     Args:
         dim: D. hidden: inner width of each expert.
@@ -114,8 +118,11 @@ class MixtureOfExperts(nn.Module):
 
         Raises:
             ArgumentError: a wrong shape, dtype or layout, by name; under a layout on every rank.
+            UnsupportedError: a named backend of grouped GEMMs under a deterministic layout.
         """
         _check(self, x, output_routing, layout)
+        if fixed(layout):
+            return self._fixed(x, output_routing, layout)
         flat = x.flatten(0, 1)
         logits = self._logits(flat)
         p = logits.softmax(-1)
@@ -144,24 +151,44 @@ class MixtureOfExperts(nn.Module):
             self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None
         ) -> MoEOutput: ...
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _fixed(self, x: Tensor, output_routing: bool, layout: ShardedLayout) -> MoEOutput:
+        """Under a deterministic layout (see `fixed_experts`)."""
+        logits = self._logits(x, layout)
+        routed = fixed_experts.routed(logits, self.top_k, self.renormalize, layout)
+        o = fixed_experts.mixed(x, routed, self.experts.up_proj.weight, self.experts.out_proj.weight, layout)
+        if self.shared is not None:
+            o = o + self._shared(x, layout)
+        if not output_routing:
+            return MoEOutput(o, None)
+        sums, tokens = fixed_experts.statistics(routed, layout), x.shape[0] * layout.seq_len
+        return MoEOutput(o, self._routing(logits, routed.p, sums, tokens, layout))
+
+    def _logits(self, x: Tensor, layout: ShardedLayout | None = None) -> Tensor:
         with full_precision(x):
             if type(self.router) is not nn.Linear:  # an adapter around it, which computes in its weights' dtype
-                return wide(self.router(x))
-            return F.linear(wide(x), wide(self.router.weight))
+                return wide(by_block(self.router, x, layout=layout))
+            return linear(wide(x), wide(self.router.weight), layout=layout)
 
-    def _shared(self, x: Tensor) -> Tensor:
+    def _shared(self, x: Tensor, layout: ShardedLayout | None = None) -> Tensor:
         assert self.shared is not None
-        o = self.shared(x)
-        return o if self.shared_gate is None else o * torch.sigmoid(self.shared_gate(x))
+        o = self.shared(x, layout=layout)
+        if self.shared_gate is None:
+            return o
+        gate = by_block(self.shared_gate, x, layout=layout)
+        return by_block(fixed_experts.gated, o, gate, layout=layout) if fixed(layout) else o * torch.sigmoid(gate)
 
-    def _routing(self, logits: Tensor, p: Tensor, sums: Tensor, tokens: int) -> Routing:
+    def _routing(
+        self, logits: Tensor, p: Tensor, sums: Tensor, tokens: int, layout: ShardedLayout | None = None
+    ) -> Routing:
         """From this rank's logits and probabilities, and the whole sequence's counts and sums of probabilities."""
         load, probability = (sums[0] / (self.top_k * tokens)).to(p.dtype), (sums[1] / tokens).to(p.dtype)
-        aux = self.balance_coef * load.shape[0] / tokens * (load * p.sum(0)).sum()
-        if self.z_coef:
-            aux = aux + self.z_coef / tokens * logits.logsumexp(-1).square().sum()
-        return Routing(aux, load, probability)
+        losses = by_block(self._losses, logits, p, layout=layout, shared=(load,))
+        return Routing(token_sum(losses, layout=layout) / tokens, load, probability)
+
+    def _losses(self, logits: Tensor, p: Tensor, load: Tensor) -> Tensor:
+        """Each token's part of both losses, times N."""
+        losses = self.balance_coef * load.shape[0] * (load * p).sum(-1)
+        return losses + self.z_coef * logits.logsumexp(-1).square() if self.z_coef else losses
 
 
 class Experts(nn.Module):
@@ -264,9 +291,10 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
             raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
         if layout is not None:
             layout.require_local("x", x.shape[1])
-            if layout.cp.deterministic:  # what an expert gets, and so the shapes it computes on, goes by all tokens
-                expected = "one without deterministic=True for a mixture of experts"
-                raise UnsupportedError("layout", expected, "a deterministic one")
+            backend = moe.experts.up_proj.backend
+            if fixed(layout) and backend != "auto":
+                hint = "There products are those of linear layers, of all tokens"
+                raise UnsupportedError("backend", '"auto" under a deterministic layout', repr(backend), hint)
     except RingLAError as e:
         error = e
     if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():

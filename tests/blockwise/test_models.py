@@ -10,10 +10,9 @@ import ring_la
 from ring_la.inference import BlockReader
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS as KINDS
-from ring_la.nn import MixtureOfExperts
 from ring_la.training import sum_gradients
 from tests.support.pool import group
-from tests.support.same_bits import LAYERS, OTHERS, PACKED, decoded, differing, model, projected, tokens
+from tests.support.same_bits import EXPERTS, LAYERS, OTHERS, PACKED, decoded, differing, model, projected, tokens
 
 
 def trained(rank: int, P: int, kind: str, cu: tuple[int, ...], layers: list[str], steps: int = 2) -> dict[str, Tensor]:
@@ -43,6 +42,22 @@ def test_training_does_not_depend_on_ranks_or_layouts(ranks):
             assert not differing(one, some), (P, kind)
 
 
+def test_experts_do_not_depend_on_ranks_or_layouts(ranks):
+    """Chosen, shared and gated ones, and both losses of their routers; nor on packing."""
+    layers = ["gdn", EXPERTS]
+    one = ranks.run(1, trained, 1, "contiguous", PACKED, layers)[0]
+    routers = [x for n, x in one.items() if n.startswith("gradient") and "router" in n]
+    assert len(routers) == 1
+    assert routers[0].any()
+    for P, kind in ((2, "zigzag"), (3, "contiguous")):
+        for some in ranks.run(P, trained, P, kind, PACKED, layers):
+            assert not differing(one, some), (P, kind)
+    one = ranks.run(1, packed, 1, "contiguous", (0, 1, 2), False, layers)[0]
+    for P, kind, order, rows in ((3, "zigzag", (1, 2, 0), False), (2, "contiguous", (2, 1, 0), True)):
+        for some in ranks.run(P, packed, P, kind, order, rows, layers):
+            assert not differing(one, some), (P, kind, order, rows)
+
+
 REFUSED = {"nsa", "dsa", "moba", "log_linear_mamba2"}
 CUT = ("rwkv6", "mamba3", "lightnet", "abc")
 """Layers that go on from no state with the same bits."""
@@ -61,9 +76,9 @@ def read_on(rank: int, name: str) -> tuple[str, str]:
     return str(of_reader.value), str(caught.value)
 
 
-def unread(rank: int, layer: str, mlp: str) -> str:
+def unread(rank: int, layer: str) -> str:
     """What a reader says of a model of such layers."""
-    m = HybridLM(HybridConfig(50, 48, [layer], 3, mlp=mlp))
+    m = HybridLM(HybridConfig(50, 48, [layer], 3))
     with pytest.raises(ring_la.UnsupportedError) as caught:
         BlockReader(m, ring_la.ContextParallel(group(1), deterministic=True))
     return str(caught.value)
@@ -90,9 +105,9 @@ def test_every_layer_has_the_same_bits_or_is_refused_by_name(ranks):
 
 
 def test_a_reader_refuses_what_has_not_the_same_bits_when_it_is_made(ranks):
-    for layer, mlp, named in (*((n, "swiglu", KINDS[n]) for n in sorted(REFUSED)), ("gdn", "moe", MixtureOfExperts)):
+    for layer in sorted(REFUSED):
         expected = "model: expected layers that go on from a state under a deterministic layout"
-        assert ranks.run(1, unread, layer, mlp) == [f"{expected}, got {named.__name__}"]
+        assert ranks.run(1, unread, layer) == [f"{expected}, got {KINDS[layer].__name__}"]
 
 
 def plain(rank: int, layers: list[str]) -> dict[str, Tensor]:
@@ -103,9 +118,10 @@ def plain(rank: int, layers: list[str]) -> dict[str, Tensor]:
     return {"loss 0": loss.detach()} | {f"gradient of {n}": p.grad for n, p in m.named_parameters()}
 
 
-def test_values_are_those_of_other_layouts(ranks):
-    want = ranks.run(1, plain, LAYERS)[0]
-    got = ranks.run(1, trained, 1, "contiguous", PACKED, LAYERS, 1)[0]
+@pytest.mark.parametrize("layers", [LAYERS, ["gdn", EXPERTS]])
+def test_values_are_those_of_other_layouts(ranks, layers):
+    want = ranks.run(1, plain, layers)[0]
+    got = ranks.run(1, trained, 1, "contiguous", PACKED, layers, 1)[0]
     for name, x in want.items():
         assert float((got[name] - x).norm() / x.norm()) < 2e-5, name
 
@@ -169,7 +185,8 @@ def test_compiled_steps_have_the_same_bits(ranks):
 
 
 @pytest.mark.parametrize(
-    ("P", "T", "read", "layers"), [(1, 66, 62, LAYERS), (2, 131, 126, LAYERS), (2, 131, 126, READ_ON)]
+    ("P", "T", "read", "layers"),
+    [(1, 66, 62, LAYERS), (2, 131, 126, LAYERS), (2, 131, 126, READ_ON), (2, 131, 126, ["gdn", EXPERTS])],
 )
 def test_prefill_and_decoding_are_the_forward_pass(ranks, P, T, read, layers):
     for whole, steps in ranks.run(P, decoded, P, T, read, layers):

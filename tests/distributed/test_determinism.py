@@ -166,3 +166,30 @@ def check_deterministic_refusals(rank: int) -> None:
 
 def test_deterministic_refuses_what_it_cannot_keep(ranks):
     ranks.run(2, check_deterministic_refusals)
+
+
+def check_threads(rank: int) -> tuple[Tensor, Tensor]:
+    """Results of one thread before and after ranks with several: alike they are taken, one beside three is refused."""
+    x = {n: t.detach() for n, t in make_inputs("gated_delta_rule", 1, 66, dtype=torch.float32).items()}
+    layout = ring_la.ContextParallel(group(), deterministic=True).layout(66)
+
+    def call() -> Tensor:
+        return ring_la.gated_delta_rule(**{n: layout.shard(t) for n, t in x.items()}, layout=layout).o
+
+    first = layout.gather(call())
+    try:
+        torch.set_num_threads(3)
+        ring_la.ContextParallel(group(), deterministic=True)
+        torch.set_num_threads(1 + 2 * rank)
+        ring_la.ContextParallel(group(), scan="ring")  # whose bits nobody promises
+        with pytest.raises(ring_la.DisagreementError, match=r"threads \(torch.get_num_threads\(\)\)"):
+            ring_la.ContextParallel(group(), deterministic=True)
+    finally:
+        torch.set_num_threads(1)
+    return first, layout.gather(call())
+
+
+def test_ranks_with_other_numbers_of_threads_are_refused(ranks):
+    """Their number changes bits, of operators of one's own, too; one thread gives the same, whatever was before."""
+    for before, after in ranks.run(2, check_threads):
+        assert torch.equal(before, after)

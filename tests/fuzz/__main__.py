@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from random import Random
 
 import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton: messages by mailboxes are interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.support.pool import Ranks
 

@@ -25,6 +25,7 @@ class Case:
         T: tokens of the whole sequence. cu: offsets of packed documents; None: a batch of B rows.
         Hk: heads of keys. groups: value heads to each. K, V: widths.
         dtype: a name out of DTYPES. seed: of the numbers. scan, attention: the strategies.
+        transport: what carries messages, "torch" or "symmetric" (see `symmetric`).
         deterministic, validate: of the ContextParallel.
         how: what the operation alone knows.
     """
@@ -42,6 +43,7 @@ class Case:
     dtype: str = "fp64"
     scan: str = "ring"
     attention: str = "ring"
+    transport: str = "torch"
     multiple_of: int | None = None
     deterministic: bool = False
     validate: str = "first"

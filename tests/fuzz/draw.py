@@ -15,7 +15,8 @@ RUNS = ("contiguous", "zigzag", "balanced")
 ANY = (*RUNS, "striped")
 WEIGHTS = {r.name: 3.0 for r in RECURRENCES} | {
     "attention": 14, "forgetting_attention": 4, "mla": 6, "sparse_attention": 5, "short_conv": 5, "token_shift": 3,
-    "bidirectional": 4, "scan": 5, "moves": 5, "loss": 3, "running_sum": 2, "grouped_gemm": 3, "decoding": 10,
+    "bidirectional": 4, "scan": 5, "moves": 5, "grid": 5,
+    "loss": 3, "running_sum": 2, "grouped_gemm": 3, "decoding": 10,
     "chosen": 3, "model": 1.5, "resume": 0.15, "log_linear_attention": 3, "training": 3, "bits": 6,
 }  # fmt: skip
 """How often an operation is drawn."""
@@ -24,6 +25,8 @@ MAMBA3 = 6
 RESUMING = ("context", "data2", "fsdp2", "fsdp")
 LONG = ("model", "resume", "training", "bits")
 """They take longer than others."""
+SHORT = 24
+"""Tokens of the longest case whose messages fit into mailboxes of files."""
 SCALES = (None, None, None, 0.3, 1.0, -0.4, 0.0)
 OTHERS = (None, None, None, None, "fp64", "fp32", "bf16")
 """Dtypes of single inputs; None: as they come."""
@@ -43,14 +46,16 @@ def draw(rng: Random, small: bool = False) -> Case:
         multiple_of=rng.choice((None, None, None, 2, 5)), seed=rng.randrange(1 << 30),
         validate=rng.choices(("first", "always", "never"), (8, 1, 1))[0],
     )  # fmt: skip
-    return _around(rng, _MORE.get(op, _recurrence)(rng, case))
+    case = _around(rng, _MORE.get(op, _recurrence)(rng, case))
+    by_files = case.P > 1 and case.T <= SHORT and case.op != "resume" and rng.random() < 0.08
+    return case.but(transport="symmetric") if by_files else case
 
 
 def _around(rng: Random, case: Case) -> Case:
     """Where a call's tensors lie, which want gradients, and what is on while it runs."""
     how = {"strides": rng.choice((*WAYS, *EXPANDED, "mixed", "mixed")) if rng.random() < 0.4 else None,
            "some": rng.random() < 0.15 or None, "inference": rng.random() < 0.12 or None,
-           "autocast": (rng.random() < 0.25 and case.dtype == "fp32") or None}  # fmt: skip
+           "autocast": (rng.random() < 0.25 and case.dtype == "fp32" and case.op != "grid") or None}  # fmt: skip
     if case.kind == "balanced":
         how["seen"] = rng.choice((None, None, 0, 3, 20))
     if case.op in ("model", "training", "resume"):  # they make their own tensors and layouts
@@ -168,6 +173,15 @@ def _moves(rng: Random, case: Case) -> Case:
     return case.but(kind=rng.choice(ANY), how={"other": rng.choice(ANY), "ignore": rng.choice((None, -1))})
 
 
+def _grid(rng: Random, case: Case) -> Case:
+    """Slices stand for tokens; counts of them a rank, widths beyond a neighbour's slices."""
+    T = min(case.T, 24)
+    borders = sorted(rng.randint(0, T) for _ in range(case.P - 1))
+    counts = [b - a for a, b in zip((0, *borders), (*borders, T))] if rng.random() < 0.5 else None
+    how = {"columns": rng.choice((1, 2, 3)), "width": [rng.choice((0, 1, 1, 2, 5)) for _ in range(2)], "counts": counts}
+    return case.but(T=T, cu=None, kind="contiguous", multiple_of=None, how=how)
+
+
 def _loss(rng: Random, case: Case) -> Case:
     return case.but(kind=rng.choice(ANY), how={"chunk": rng.choice((None, 1, 7)), "vocab": rng.choice((2, 11, 50))})
 
@@ -253,6 +267,7 @@ def _bits(rng: Random, case: Case) -> Case:
 _MORE: dict[str, Callable[[Random, Case], Case]] = {
     "attention": _attention, "forgetting_attention": _forgetting, "mla": _mla, "sparse_attention": _sparse,
     "short_conv": _conv, "token_shift": _conv, "bidirectional": _bidirectional, "scan": _scan, "moves": _moves,
+    "grid": _grid,
     "running_sum": _running,
     "loss": _loss, "grouped_gemm": _grouped, "decoding": _decoding, "chosen": _chosen, "model": _model,
     "resume": _resume, "log_linear_attention": _log_linear, "training": _training, "bits": _bits,

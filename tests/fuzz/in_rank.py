@@ -6,6 +6,7 @@ import functools
 import math
 import time
 import traceback
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import ring_la
 from tests.support.pool import group
 
+from . import symmetric
 from .bits import bits
 from .case import DTYPES, Case
 from .problem import Here, Problem, Tensors, make
@@ -65,16 +67,19 @@ def context(case: Case) -> ring_la.ContextParallel:
     scan = "ring" if case.is_softmax or case.deterministic else case.scan
     attention = case.attention if case.op == "forgetting_attention" else "auto"  # others are told with the call
     how = (scan, attention, case.head_groups if case.is_softmax else 1, case.deterministic, case.validate)
-    return _context(case.P, *how)
+    return _context(case.P, case.transport, *how)
 
 
 @functools.cache
 def _context(
-    P: int, scan: str, attention: str, head_groups: int | str, deterministic: bool, validate: str
+    P: int, transport: str, scan: str, attention: str, head_groups: int | str, deterministic: bool, validate: str
 ) -> ring_la.ContextParallel:
     how: Any = dict(scan=scan, attention=attention, head_groups=head_groups)
     how |= dict(deterministic=deterministic, validate=validate)
-    return ring_la.ContextParallel(group(P), **how, timeout=60.0)
+    cp = ring_la.ContextParallel(group(P), **how, timeout=60.0)
+    if transport == "symmetric":
+        symmetric.carry(cp)
+    return cp
 
 
 def judge(rank: int, lines: list[str]) -> tuple[list[Told], float]:
@@ -89,9 +94,12 @@ def judge(rank: int, lines: list[str]) -> tuple[list[Told], float]:
     truths = {i: t for part in shared for i, t in part.items()}
     for i, case in enumerate(cases):
         own = BY_ITSELF.get(case.op)
-        told.append(
-            _told(functools.partial(own, case, context(case)) if own else functools.partial(compare, case, truths[i]))
-        )
+        with symmetric.memory() if case.transport == "symmetric" else nullcontext():
+            told.append(
+                _told(
+                    functools.partial(own, case, context(case)) if own else functools.partial(compare, case, truths[i])
+                )
+            )
         if told[-1].kind == "raised":
             break
     return told, time.process_time() - start
@@ -174,7 +182,7 @@ def compare(case: Case, truth: Truth) -> Told:
     problem = make(case)
     cp = context(case)
     layout = cp.layout(case.T, case.kind, case.cu, case.multiple_of, case.how.get("seen"))
-    others = {n: cp.layout(T, kind, case.cu) for n, (T, kind) in problem.layouts.items()}
+    others = {n: make(cp) for n, make in problem.layouts.items()}
     here = Here(cp, layout, others)
     if case.how.get("inference"):  # before the call that is trained: what is kept of it is of use there
         with torch.inference_mode():

@@ -32,7 +32,8 @@ def moves(case: Case) -> Problem:
     exact = ("gathered", "converted", "back", "targets")
     return Problem(
         truth, ours, {"gathered": None, "converted": 1, "back": 1, "targets": 1}, {"x": x},
-        layouts={"other": (case.T, case.how["other"])}, of={"converted": "other"}, exact=exact,
+        layouts={"other": lambda cp: cp.layout(case.T, case.how["other"], case.cu)}, of={"converted": "other"},
+        exact=exact,
         results={"targets": torch.float64},
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ class Problem:
         truth: o, states and the like of the whole sequence by name, in fp64, from all inputs by name.
         ours: the same from this rank's inputs; `Here` has the layouts.
         where: for each output the dimension of its tokens; None: whole on every rank; "part": the sum over ranks is it.
-        layouts: other layouts than the case's own, by name: (tokens, kind). of: inputs (and outputs) that are split
+        layouts: other layouts than the case's own, by name: what makes them. of: inputs (and outputs) that are split
             by one of them.
         dtypes: inputs that have another dtype than the case's. results: outputs that have.
         gradients: whether they are compared. exact: outputs that must be equal.
@@ -39,7 +39,7 @@ class Problem:
     tokens: Tensors = field(default_factory=dict)
     shared: Tensors = field(default_factory=dict)
     replicated: Tensors = field(default_factory=dict)
-    layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    layouts: dict[str, Callable[[ring_la.ContextParallel], ring_la.ShardedLayout]] = field(default_factory=dict)
     of: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     results: dict[str, torch.dtype] = field(default_factory=dict)
@@ -87,13 +87,14 @@ def state_dtype(case: Case) -> torch.dtype:
 
 def make(case: Case) -> Problem:
     """The problem of a case."""
-    from . import decoding, local, moves, recurrences, softmax
+    from . import decoding, grids, local, moves, recurrences, softmax
 
     makers: dict[str, Callable[[Case], Problem]] = {
         "attention": softmax.attention, "forgetting_attention": softmax.forgetting, "mla": softmax.mla,
         "sparse_attention": softmax.sparse, "chosen": softmax.chosen, "short_conv": local.short_conv,
         "token_shift": local.token_shift, "grouped_gemm": local.grouped_gemm,
-        "bidirectional": recurrences.bidirectional, "scan": recurrences.scan, "moves": moves.moves, "loss": moves.loss,
+        "bidirectional": recurrences.bidirectional, "scan": recurrences.scan, "moves": moves.moves, "grid": grids.grid,
+        "loss": moves.loss,
         "running_sum": moves.running_sum,
         "decoding": decoding.recurrent, "model": decoding.model, "log_linear_attention": softmax.log_linear,
     }  # fmt: skip

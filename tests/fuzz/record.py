@@ -80,7 +80,8 @@ def dimensions(c: Case) -> dict[str, object]:
     )
     documents = "rows" if c.cu is None else "packed" if len(c.cu) > 2 else "one document"
     out: dict[str, object] = {
-        "op": c.op, "P": c.P, "kind": c.kind, "dtype": c.dtype, "tokens": longest, "documents": documents,
+        "op": c.op, "P": c.P, "kind": c.kind, "transport": c.transport,
+        "dtype": c.dtype, "tokens": longest, "documents": documents,
         "multiple_of": c.multiple_of, "validate": c.validate, "deterministic": c.deterministic,
         "ranks without tokens": any(not layout.local_length for layout in layouts),
         "values": "as wide as keys" if c.V == c.K else "narrower" if c.V < c.K else "wider",

@@ -24,6 +24,7 @@ def smaller(case: Case) -> Iterator[Case]:
         "multiple_of",
         "scan",
         "attention",
+        "transport",
         "kind",
         "B",
         "Hk",
@@ -45,7 +46,8 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 KEPT = ("of", "layers", "index", "topk", "size", "block", "choices", "sizes", "cuts", "parts", "W", "vocab", "other",
-        "first", "second", "causal", "window", "rotary", "latent", "order", "levels", "mlp")  # fmt: skip
+        "first", "second", "causal", "window", "rotary", "latent", "order", "levels", "mlp",
+        "columns", "width")  # fmt: skip
 """What an operation cannot do without."""
 
 

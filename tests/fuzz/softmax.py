@@ -25,7 +25,8 @@ def _problem(case: Case, truth, ours, tokens: Tensors, shared: Tensors, keys: tu
     where = {"o": 1, "lse": 2} if case.how.get("dlse") else {"o": 1}
     return Problem(
         lambda x: _shown(truth(x), where), lambda x, here: _shown(ours(x, here), where), where, tokens, shared,
-        layouts={"keys": tuple(case.how["keys"])} if other else {}, of=dict.fromkeys(keys, "keys") if other else {},
+        layouts={"keys": lambda cp: cp.layout(*case.how["keys"], case.cu)} if other else {},
+        of=dict.fromkeys(keys, "keys") if other else {},
         dtypes={"sinks": case.dtype_of("gates", case.torch_dtype)} if "sinks" in shared else {},
         results={"lse": state_dtype(case)},
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,10 +23,11 @@ CASES = 250
 def test_random_cases_are_right(ranks):
     seen, wrong = Counter(), []
     for verdict in Jury(ranks).of(case_of(0, n, small=True) for n in range(CASES)):
-        seen[verdict.kind] += 1
+        seen.update((verdict.kind, verdict.case.transport, verdict.case.op))
         wrong += [f"{verdict.case.line}\n{verdict.words}"] if verdict.kind == "wrong" else []
     assert not wrong, "\n".join(wrong)
     assert seen["right"] > 0.95 * CASES  # what is refused is not judged
+    assert min(seen["symmetric"], seen["grid"]) > 5
 
 
 FOUND = (
@@ -48,6 +51,40 @@ FOUND = (
 """What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ,
 segments of a balanced layout that were taken for those of another, gates and states of another dtype, autocast, what
 inference mode left to training."""
+
+
+OVER_FILES = (
+    '{"op":"grid","P":4,"T":3,"dtype":"fp32","attention":"ulysses","transport":"symmetric","how":{"columns":2,"width":[0,2]}}',
+    '{"op":"grid","P":3,"T":9,"attention":"ring","transport":"symmetric","how":{"columns":1,"width":[5,1],"counts":[0,7,2]}}',
+)
+"""Rings and heads that copy, halos by mailboxes, beyond a neighbour's slices, and a rank without any."""
+
+
+def counted(rank: int, line: str) -> tuple[str, int]:
+    """What is said of such a case, and how many messages go by mailboxes, none of which arrives on rank 0."""
+    case = Case.parse(line)
+    boxes: Any = in_rank.context(case).comm.transport
+    launched, launch = [], boxes._launch
+
+    def lost(message: Any, stream: Any) -> None:
+        launched.append(message)
+        launch(message, stream)
+        if rank == 0:
+            message.target.zero_()
+
+    with mock.patch.object(boxes, "_launch", lost):
+        kind = in_rank.judge(rank, [line])[0][0].kind
+    return kind, len(launched)
+
+
+@pytest.mark.parametrize("line", OVER_FILES)
+def test_messages_over_files_are_seen(ranks, line):
+    """Right as they are, wrong where what mailboxes bring is lost."""
+    P = Case.parse(line).P
+    assert Jury(ranks).one(Case.parse(line)).kind == "right"
+    told = ranks.run(P, counted, line)
+    assert told[0][0] == "wrong"
+    assert min(n for _, n in told) > 0
 
 
 @pytest.mark.parametrize("line", FOUND)

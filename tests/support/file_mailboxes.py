@@ -18,9 +18,16 @@ BLOCKS, CHUNK = 2, 64  # few and small, so that messages of several chunks and r
 
 
 def over_files(
-    rank: int, size: int, folder: str, timeout: float = 60.0, chunk: int = CHUNK, dense: tuple[int, int] = (3, 1024)
+    rank: int,
+    size: int,
+    folder: str,
+    timeout: float = 60.0,
+    chunk: int = CHUNK,
+    dense: tuple[int, int] = (3, 1024),
+    step: int = 32,
 ) -> Group:
-    """A gloo group whose messages go by mailboxes in files. `dense`: lanes of dense maps' states, and words of one."""
+    """A gloo group whose messages go by mailboxes in files. `dense`: lanes of dense maps' states, and words of one.
+    `step`: words that a program copies at a time."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     interpreted()
     from ring_la.comm import copy_kernel
@@ -37,7 +44,7 @@ def over_files(
     addresses = [b.data_ptr() for b in boxes]
     memory = MailboxMemory(boxes[rank], addresses, boxes)
     own.transport = own.mailboxes = SymmetricTransport(
-        own, own.streams, own.transport, memory, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
+        own, own.streams, own.transport, memory, BLOCKS=BLOCKS, CHUNK=chunk, STEP=step
     )
     own.mailboxes.lanes, own.mailboxes.word = own.mailboxes._lanes(lanes), own.agreement.word
     return own

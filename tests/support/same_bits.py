@@ -25,6 +25,10 @@ OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox", "ttt", "prec
 OTHERS += ["momentum_deltanet", "mesa_net", "lightnet", "abc"]
 
 
+EXPERTS = "moe"
+"""In a list of layers: mixtures of experts between them."""
+
+
 def model(layers: list[str] = LAYERS) -> HybridLM:
     torch.manual_seed(0)
     options = {"mamba2": dict(state_dim=16), "attention": dict(num_kv_heads=1, qk_norm=True, gated=True)}
@@ -38,8 +42,13 @@ def model(layers: list[str] = LAYERS) -> HybridLM:
         "mamba3": dict(state_dim=16),
     }
     options = {name: o for name, o in options.items() if name in layers}
+    layers, moe = [name for name in layers if name != EXPERTS], EXPERTS in layers
+    experts = dict(experts=5, shared_hidden=7, shared_gate=True, balance_coef=0.3, z_coef=0.1) if moe else {}
     # 3 heads and 33 channels: rows of which vector registers are not multiples
-    m = HybridLM(HybridConfig(50, 48, layers, 3, mlp_dim=33, options=options))
+    config = HybridConfig(
+        50, 48, layers, 3, mlp="moe" if moe else "swiglu", mlp_dim=33, options=options, mlp_options=experts
+    )
+    m = HybridLM(config)
     with torch.no_grad():
         for p in m.parameters():  # some start at zero, and others' gradients with them
             p += 0.02 * torch.randn(p.shape)
