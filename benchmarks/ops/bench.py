@@ -300,6 +300,10 @@ def side_row(worker: Worker, ready: dict[str, Any], shape: str, seconds: float, 
     return {"errors": ready["errors"]} | {k: v for k, v in worker.measure(shape, seconds).items() if k != "row"}
 
 
+CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR"
+"""Where Triton and ours, and FlashQLA's compiler, keep what they compiled."""
+
+
 class ColdStart:
     """First forwards and backwards with empty caches of compiled kernels, of these operators, all sides at once."""
 
@@ -309,8 +313,10 @@ class ColdStart:
         self._workers: dict[str, dict[str, Worker]] = {}
         self._found: dict[str, dict[str, float | str]] = {}
         for name in names:
-            env = {s: {"TRITON_CACHE_DIR": f"{self._folder.name}/{name}-{s}"} for s in ("ring_la", *sides[name])}
-            self._workers[name] = {s: Worker(name, s, [shapes[name]], e) for s, e in env.items()}
+            self._workers[name] = {
+                side: Worker(name, side, [shapes[name]], dict.fromkeys(CACHES, f"{self._folder.name}/{name}-{side}"))
+                for side in ("ring_la", *sides[name])
+            }
 
     def wait(self, limit: float) -> None:
         """Until ours are done, or for so many seconds."""
