@@ -100,7 +100,7 @@ class MixtureOfExperts(nn.Module):
         if shared_gate and not shared_hidden:
             raise ArgumentError("shared_gate", "False without a shared expert", shared_gate, "Give shared_hidden")
         self.dim, self.top_k, self.renormalize = dim, top_k, renormalize
-        self.balance_coef, self.z_coef = balance_coef, z_coef
+        self.balance_coef, self.z_coef, self.backend = balance_coef, z_coef, backend
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = Experts(experts, dim, hidden, backend)
         self.shared = SwiGLU(dim, shared_hidden) if shared_hidden else None
@@ -291,10 +291,8 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
             raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
         if layout is not None:
             layout.require_local("x", x.shape[1])
-            backend = moe.experts.up_proj.backend
-            if fixed(layout) and backend != "auto":
-                hint = "There products are those of linear layers, of all tokens"
-                raise UnsupportedError("backend", '"auto" under a deterministic layout', repr(backend), hint)
+            if fixed(layout):
+                _check_fixed(moe)
     except RingLAError as e:
         error = e
     if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
@@ -304,6 +302,16 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
         layout.agree(f"nn.{name}", signature, error)
     elif error is not None:
         raise error
+
+
+def _check_fixed(moe: MixtureOfExperts) -> None:
+    """Refuse what a deterministic layout has not."""
+    if moe.backend != "auto":
+        hint = "There products are those of linear layers, of all tokens"
+        raise UnsupportedError("backend", '"auto" under a deterministic layout', repr(moe.backend), hint)
+    for part in (moe.experts.up_proj, moe.experts.out_proj):
+        if type(part) is not GroupedLinear:  # an adapter around it, whose weights would be passed over
+            raise UnsupportedError("layout", "one without deterministic=True for such experts", type(part).__name__)
 
 
 def _post(sums: Tensor, layout: ShardedLayout) -> Pending:

@@ -65,6 +65,12 @@ def check_refusals(rank: int) -> None:
     moe = ring_la.nn.MixtureOfExperts(8, 16, experts=2, top_k=1, backend="loop")
     with pytest.raises(ring_la.UnsupportedError, match=r"^backend: expected \"auto\" under a deterministic layout"):
         moe(layout.shard(x), layout=layout)
+    moe = ring_la.nn.MixtureOfExperts(8, 16, experts=2, top_k=1)
+    moe.experts.out_proj = torch.nn.Sequential(moe.experts.out_proj)  # as an adapter stands around it
+    with pytest.raises(
+        ring_la.UnsupportedError, match=r"^layout: expected one without deterministic=True for such exp"
+    ):
+        moe(layout.shard(x), layout=layout)
 
 
 def test_what_has_no_fixed_bits_is_refused(ranks):

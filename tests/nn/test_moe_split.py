@@ -171,7 +171,7 @@ def test_wrong_calls_are_refused_on_every_rank(ranks):
     [
         ({"top_k": 6}, "top_k: expected an int from 1 to experts = 5"),
         ({"top_k": 0}, "top_k"),
-        ({"balance_coef": -1.0}, "balance_coef: expected a number ≥ 0"),
+        ({"balance_coef": -1.0}, "balance_coef: expected a finite number ≥ 0"),
         ({"shared_gate": True}, "Give shared_hidden"),
     ],
 )

@@ -43,6 +43,9 @@ LONGEST = (
     "tests/distributed/test_determinism.py",
     "tests/training/test_mesh.py",
     "tests/serving/test_other_caches.py",
+    "tests/serving/test_ahead.py",
+    "tests/integrations/transformers/test_trainer_shards.py",
+    "tests/integrations/transformers/test_tensor_parallel.py",
 )
 """Files of fifteen seconds and more, the longest first; tests/test_lanes.py holds that they are there."""
 
