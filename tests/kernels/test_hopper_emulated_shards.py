@@ -192,9 +192,7 @@ def of_five_spans(name: str, shards: int) -> tuple[dict[str, Tensor], list[int]]
     return tokens_of(name, q, k, v, g, beta), [320 * i for i in range(shards + 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "parts", "beside"), [("delta", 2, 64), ("delta", 1, 2), ("kda", 1, 2), ("kda", 1, 64)]
-)
+@pytest.mark.parametrize(("name", "parts", "beside"), [("delta", 2, 2), ("delta", 1, 2), ("kda", 1, 2), ("kda", 1, 64)])
 def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
     """The delta rule's maps are found in halves, where there is room, by programs that may all run at once. Where two
     do, KDA's first find what others have not begun to look for."""
