@@ -55,7 +55,7 @@ def gate_bound(layer: nn.Module) -> float | None:
 
 
 def _kda(lower_bound: float | None) -> Callable:
-    return _chunk(kda) if lower_bound is None else _chunk(kda, lower_bound=lower_bound)
+    return _chunk(kda, lower_bound=lower_bound)
 
 
 GATED_DELTA = {"causal_conv1d_fn": causal_conv1d_fn, "torch_chunk_gated_delta_rule": _chunk(gated_delta_rule)}
