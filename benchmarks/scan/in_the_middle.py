@@ -1,13 +1,14 @@
-"""KDA or GLA on a rank in the middle of many, measured on one GPU.
+"""KDA, the gated delta rule or GLA on a rank in the middle of many, measured on one GPU.
 
     python -m benchmarks.scan.in_the_middle [--op gla] [--lengths 4096,16384] [--gates production] [--out DIR]
 
 The launches are those of a rank that takes a state from the one before it and sends one on, forward and backward, and
 do the same work at the same places; what they find is no part of a sequence. KDA's rank sends to itself, and takes what
-it has sent: its mailboxes are in this GPU's own memory. GLA's states go by a launch of their own, which takes them from
-memory here, and puts them there ("chunks": beside it the kernels that take chunks of 64 tokens, likewise). Beside them
-one GPU's own call, all replayed as CUDA graphs, in turns. Says how much of one GPU's speed a rank in the middle has
-where the ranks' hosts, links and pace cost nothing.
+it has sent: its mailboxes are in this GPU's own memory. So does the gated delta rule's, where what leaves depends on
+what comes, which is there then: the call before has sent it. GLA's states go by a launch of their own, which takes them
+from memory here, and puts them there ("chunks": beside it the kernels that take chunks of 64 tokens, likewise). Beside
+them one GPU's own call, all replayed as CUDA graphs, in turns. Says how much of one GPU's speed a rank in the middle
+has where the ranks' hosts, links and pace cost nothing.
 
 Gates are those of `bench scan`; "paper": of GLA's channels, logsigmoid(x) / 16.
 """
@@ -19,7 +20,7 @@ import functools
 import pathlib
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ CHUNK = 64
 """Words of a message's chunk: none is sent."""
 
 
-def border(device: torch.device, itself: bool) -> MailboxBorder:
-    """That of a rank which is its own neighbour on both sides, or has none."""
+def border(device: torch.device, itself: bool, ahead: bool) -> MailboxBorder:
+    """That of a rank which is its own neighbour on both sides, or has none. `ahead`: zero states are there at first."""
     own = torch.empty(copy_kernel.words(1, CHUNK), dtype=torch.int32, device=device)
     copy_kernel.prepare(own, 1, CHUNK)
     members: Any = SimpleNamespace(size=1, rank=0, device=device, timeout=timedelta(seconds=20))
@@ -55,14 +56,41 @@ def border(device: torch.device, itself: bool) -> MailboxBorder:
     boxes: Any = SymmetricTransport(members, streams, None, memory, CHUNK=CHUNK)
     group: Any = SimpleNamespace(name="in the middle", rank=0, mailboxes=boxes)
     found = MailboxBorder(group, Chain.line(1), [(0, 0)], 1)
+    if ahead:
+        lanes = boxes.lanes[1]
+        own[lanes.skip + lanes.count * boxes.constants["FLAG"] :][: lanes.count * lanes.room] = 0
     if itself:
         found.hops = tuple(tuple(h._replace(source=0, target=0, passes=True) for h in hops) for hops in found.hops)
     return found
 
 
+class Kind(NamedTuple):
+    """How a recurrence's launches go over a shard.
+
+    Attributes:
+        kernels, rule: its. carries: its launches send and take states themselves. ahead: what leaves may depend on what
+            comes, and waits for it. keys: heads of q and k, as a share of v's. gates: kinds of them, the default first.
+    """
+
+    kernels: across.SpanKernels
+    rule: Rule
+    carries: bool
+    ahead: bool
+    keys: float
+    gates: tuple[str, ...]
+
+
+KINDS = {
+    "kda": Kind(across.KDA, Rule("delta", "diagonal"), True, False, 1, ("production", "none", "trained", "mixed")),
+    "gated_delta_rule": Kind(across.DELTA, Rule("delta", "scalar"), True, True, 0.5, ("production", "none", "trained")),
+    "gla": Kind(across.GLA, Rule("additive", "diagonal"), False, False, 1, ("paper", "none", "trained")),
+}
+
+
 def drawn(op: str, gates: str, T: int, heads: int, device: torch.device) -> list[Tensor]:
-    """Tokens of one of the two, as leaves."""
-    x = tokens(op, "none" if gates == "paper" else gates, (T, heads, 128), torch.bfloat16, device, seed=0)
+    """A recurrence's tokens, as leaves."""
+    kinds, keys = "none" if gates == "paper" else gates, max(1, int(heads * KINDS[op].keys))
+    x = tokens(op, kinds, (T, heads, 128), torch.bfloat16, device, seed=0, keys=keys)
     if gates == "paper":
         x[3] = (logsigmoid(torch.randn(x[3].shape, device=device)) / 16).to(x[3].dtype).requires_grad_()
     return x
@@ -71,15 +99,15 @@ def drawn(op: str, gates: str, T: int, heads: int, device: torch.device) -> list
 def steps(op: str, x: list[Tensor], do: Tensor, gates: str) -> dict[str, dict[str, Step]]:
     """Forward, and with the backward pass, of one GPU and of the rank in the middle."""
     inputs = Inputs(**dict(zip(("q", "k", "v", "g", "beta"), (t.detach() for t in x))))
-    kda, scale = op == "kda", inputs.q.shape[-1] ** -0.5
-    to, local = border(do.device, kda), functools.partial(getattr(ring_la, op), **promised(op, gates))
-    rule = Rule("delta" if kda else "additive", "diagonal")
+    kind, scale = KINDS[op], inputs.q.shape[-1] ** -0.5
+    local = functools.partial(getattr(ring_la, op), **promised(op, gates))
+    to, rule = border(do.device, kind.carries, kind.ahead), kind.rule
     H, D = do.shape[2:]
-    S, dS = (None, None) if kda else torch.randn(2, 1, 1, H, D, D, device=do.device)
+    S, dS = (None, None) if kind.carries else torch.randn(2, 1, 1, H, D, D, device=do.device)
 
     def middle(train: bool) -> object:
-        kernels, use = across.KDA if kda else across.GLA, OutputUse(train, final=not kda)
-        return through(ScannedSpans.of(kernels, rule, inputs, None, scale, use), train)
+        use = OutputUse(train, final=not kind.carries)
+        return through(ScannedSpans.of(kind.kernels, rule, inputs, None, scale, use), train)
 
     def chunks(train: bool) -> object:
         return through(WYRecurrence.of(rule, inputs, None, scale, OutputUse(train)), train)
@@ -93,7 +121,7 @@ def steps(op: str, x: list[Tensor], do: Tensor, gates: str) -> dict[str, dict[st
             o = local(*x).o
         return torch.autograd.grad(o, x, do) if train else o
 
-    arms = {"local": alone, "middle": middle} | ({} if kda else {"chunks": chunks})
+    arms = {"local": alone, "middle": middle} | ({} if kind.carries else {"chunks": chunks})
     passes = {"forward": False, "forward+backward": True}
     return {what: {name: functools.partial(f, train) for name, f in arms.items()} for what, train in passes.items()}
 
@@ -115,9 +143,9 @@ def timeline(step: Step) -> list[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="4096,16384", help="tokens")
-    parser.add_argument("--op", default="kda", choices=("kda", "gla"))
-    kinds = ("trained", "none", "production", "mixed", "paper")
-    parser.add_argument("--gates", choices=kinds, help="default: KDA's production, GLA's paper")
+    parser.add_argument("--op", default="kda", choices=KINDS)
+    kinds = sorted({gates for kind in KINDS.values() for gates in kind.gates})
+    parser.add_argument("--gates", choices=kinds, help="default: production, GLA's paper")
     parser.add_argument("--heads", type=count, default=32)
     parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--inner", type=count, default=24, help="replays in a row")
@@ -125,9 +153,9 @@ def main() -> None:
     args = parser.parse_args()
     need_gpus(parser)
     device, rows = torch.device("cuda"), []
-    gates = args.gates or {"kda": "production", "gla": "paper"}[args.op]
-    if gates in {"kda": ("paper",), "gla": ("production", "mixed")}[args.op]:
-        parser.error(f"--gates: {args.op} has no {gates} ones")
+    gates = args.gates or KINDS[args.op].gates[0]
+    if gates not in KINDS[args.op].gates:
+        parser.error(f"--gates: {args.op} has {', '.join(KINDS[args.op].gates)}, not {gates}")
     for T in map(int, args.lengths.split(",")):
         x = drawn(args.op, gates, T, args.heads, device)
         for what, arms in steps(args.op, x, torch.randn_like(x[2]), gates).items():

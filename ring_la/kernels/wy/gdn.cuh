@@ -7,7 +7,7 @@
 #include "carried.cuh"
 #include "maps.cuh"
 #if MAILED
-#include "mail.cuh"
+#include "entering.cuh"
 #endif
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
@@ -55,8 +55,10 @@ template <bool FORWARD> INLINE int chunks_at_end(const Args& a, int s, int h) {
   const int end = s + (FORWARD ? spans_a_row(a) - 1 : 1 - spans_a_row(a));
   return uniform(a.arrived[(a.count + end) * a.H + h]);
 }
-// Whether states are carried where chunks come later, or sent from there; so many chunks at the piece's end forget.
-INLINE bool takes_room(const Args& a, u64 zeros, int chunks) { return carries(a, zeros) || (!chunks && a.mail.target >= 0); }
+// Whether maps are held, or states sent, where chunks of span s come later; so many chunks at the piece's end forget.
+template <bool FORWARD> INLINE bool takes_room(const Args& a, int s, bool first, bool waits, u64 zeros, int chunks) {
+  return first ? carries(a, zeros) || (!chunks && a.mail.target >= 0) : waits && behind_maps<FORWARD>(a, s, zeros);
+}
 #endif
 
 #if MAPS

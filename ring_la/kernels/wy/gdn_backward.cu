@@ -43,8 +43,8 @@
 #define BARS (ENDS + 2 * 32)           // of each slot: full, empty, dR there, dB there
 #define BARS_S (BARS + SLOTS * 32)     // of the state: full, empty
 #define OPEN (BARS_S + 16)         // a barrier: the last of several passes may begin
-#define HELD (SAID + 32)               // two barriers: maps are there, see `carry`; of programs that ask nothing of `forgetting`
 #define SAID (OPEN + 16)               // the ticket; three words, of which `leave` takes the last; of 16 chunks, then of warps, see `forgetting`
+#define HELD (SAID + 144) // two barriers: maps are there, see `enter_span`
 
 struct BackArgs {
   Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
@@ -503,33 +503,30 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
 }
 
 #if MAILED
-// What leaves the piece, of its first n chunks, if these forget what came from the right; then what comes is carried on. By the program
-// of the last span.
-INLINE void begin_piece(float (&S)[16][4], const BackArgs& b, const Span& x, int s, int h, int n, u64 zeros, u32 base, int w, int lane) {
+// What leaves the piece, of its first n chunks, which forget what came from the right. By the program of the last span.
+INLINE void end_piece(float (&S)[16][4], const BackArgs& b, const Span& x, int h, int n, u32 base, int w, int lane) {
   const Args& a = b.a;
   const Mail& m = a.mail;
-  if (n) {
-    float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
-    begin_with(S, 0, w, lane);
-    walk(S, b, h, uniform(x.piece * a.T), uniform(x.end), 0, n, n, base, w, lane);
-    put_state(S, leaving, w, lane);
-    between_warps();
-    if (m.target >= 0) send(leaving, m, first_lane(a, x, h), base + SAID + 16, w, lane, [] { between_warps(); });
-  }
-  const bool sends = !n && m.target >= 0;
-  if (sends && w == 0) claim(m, first_lane(a, x, h), base + SAID + 16, lane);
-  carry<false>(a, x, s, h, zeros, sends, sends || (!n && m.keeps), false, base, base + HELD, base + SAID + 16, w, lane);
-  between_warps();  // nobody reads maps any more
-  if (takes_room(a, zeros, n) && w == 0 && lane == 0) bar_arrive(base + OPEN);
+  float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
+  begin_with(S, 0, w, lane);
+  walk(S, b, h, uniform(x.piece * a.T), uniform(x.end), 0, n, n, base, w, lane);
+  put_state(S, leaving, w, lane);
+  between_warps();
+  if (m.target >= 0) send(leaving, m, first_lane(a, x, h), base + SAID + 16, w, lane, [] { between_warps(); });
 }
 
-// early: chunks under way before the span's
-INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, bool waits, int early, u64 zeros, u32 base, int w,
-                    int lane) {
+// early: chunks under way before the span's; held: whether these wait
+INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, bool waits, int early, u64 zeros, bool held, u32 base,
+                    int w, int lane) {
   const Args& a = b.a;
   float S[16][4];
-  if (x.last) begin_piece(S, b, x, s, h, early, zeros, base, w, lane);
-  begin_with(S, x.last || !waits ? entering(a, x.piece, s, h, x.last, false) : carried(a, s, s + 1, h), w, lane);
+  const bool ends = x.last && !early, sends = ends && a.mail.target >= 0;
+  if (early) end_piece(S, b, x, h, early, base, w, lane);
+  if (sends && w == 0) claim(a.mail, first_lane(a, x, h), base + SAID + 16, lane);
+  enter_span<false>(S, a, x, s, h, waits, zeros, sends, ends && leaves(a.mail), base, base + HELD, base + SAID + 16, w, lane);
+  between_warps();  // nobody reads maps any more
+  if (held && w == 0 && lane == 0) bar_arrive(base + OPEN);
+  wg_settled(S);  // in one place, where the walk has it
   walk(S, b, h, uniform(x.begin), uniform(x.end), early, early + n, first, base, w, lane);
 }
 #else
@@ -667,11 +664,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   int early = 0;
 #if MAILED
   u64 zeros = 0;
-  if (x.last) {
-    zeros = zeros_of<false>(a, s, h, lane);
-    early = chunks_at_end<false>(a, s, h);
-  }
-  const bool held = x.last && takes_room(a, zeros, early);
+  if (x.last || behind < 0) zeros = zeros_of<false>(a, first_on_way<false>(a, s), h, lane);
+  if (x.last) early = chunks_at_end<false>(a, s, h);
+  const bool held = takes_room<false>(a, s, x.last, behind < 0, zeros, early);
 #else
   const bool held = false;
 #endif
@@ -683,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   } else {
     registers_up<200>();
 #if MAILED
-    consume(b, x, s, h, n, first, behind < 0, early, zeros, base, w, lane);
+    consume(b, x, s, h, n, first, behind < 0, early, zeros, held, base, w, lane);
 #else
     consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);
 #endif

@@ -52,7 +52,7 @@
 #define LOADED (BARS + SLOTS * 16) // a barrier of each slot: what memory holds of its tokens is there
 #define OPEN (LOADED + (SLOTS + 1) / 2 * 16) // a barrier: the last pass may begin
 #define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, then of warps, see `forgetting`
-#define HELD (SAID + 32)  // two barriers: maps are there, see `carry`; of programs that ask nothing of `forgetting`
+#define HELD (SAID + 144) // two barriers: maps are there, see `enter_span`
 
 // -- what chunks need of their own tokens: asked for by four warps, 8 tokens each, and made by four, a chunk each -------
 
@@ -422,30 +422,29 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 }
 
 #if MAILED
-// What leaves the piece, of its last n chunks, if these forget what came before; then what comes is carried on. By the first span's program.
-INLINE void begin_piece(float (&S)[16][4], const Args& a, const Span& x, int s, int h, int n, u64 zeros, u32 base, int w, int lane) {
+// What leaves the piece, of its last n chunks, which forget what came before. By the first span's program.
+INLINE void end_piece(float (&S)[16][4], const Args& a, const Span& x, int h, int n, u32 base, int w, int lane) {
   const Mail& m = a.mail;
-  if (n) {
-    const int end = uniform(piece_end(a, x));
-    float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
-    begin_with(S, 0, w, lane);
-    walk(S, a, h, end - n * C, end, end, 0, 0, n, base, w, lane);  // without outputs
-    put_state(S, leaving, w, lane);
-    between_warps();
-    if (m.target >= 0) send(leaving, m, first_lane(a, x, h), base + SAID + 16, w, lane, [] { between_warps(); });
-  }
-  const bool sends = !n && m.target >= 0;
-  if (sends && w == 0) claim(m, first_lane(a, x, h), base + SAID + 16, lane);
-  carry<true>(a, x, s, h, zeros, sends, sends || (!n && m.keeps), false, base, base + HELD, base + SAID + 16, w, lane);
-  between_warps();  // nobody reads maps any more
-  if (takes_room(a, zeros, n) && w == 0 && lane == 0) bar_arrive(base + OPEN);
+  const int end = uniform(piece_end(a, x));
+  float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
+  begin_with(S, 0, w, lane);
+  walk(S, a, h, end - n * C, end, end, 0, 0, n, base, w, lane);  // without outputs
+  put_state(S, leaving, w, lane);
+  between_warps();
+  if (m.target >= 0) send(leaving, m, first_lane(a, x, h), base + SAID + 16, w, lane, [] { between_warps(); });
 }
 
-// early: chunks under way before the span's
-INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int early, u64 zeros, u32 base, int w, int lane) {
+// early: chunks under way before the span's; held: whether these wait
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int early, u64 zeros, bool held, u32 base, int w,
+                    int lane) {
   float S[16][4];
-  if (x.first) begin_piece(S, a, x, s, h, early, zeros, base, w, lane);
-  begin_with(S, x.first || !waits ? entering(a, x.piece, s, h, x.first, false) : carried(a, s, s - 1, h), w, lane);
+  const bool ends = x.first && !early, sends = ends && a.mail.target >= 0;
+  if (early) end_piece(S, a, x, h, early, base, w, lane);
+  if (sends && w == 0) claim(a.mail, first_lane(a, x, h), base + SAID + 16, lane);
+  enter_span<true>(S, a, x, s, h, waits, zeros, sends, ends && leaves(a.mail), base, base + HELD, base + SAID + 16, w, lane);
+  between_warps();  // nobody reads maps any more
+  if (held && w == 0 && lane == 0) bar_arrive(base + OPEN);
+  wg_settled(S);  // in one place, where the walk has it
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), KEEP ? uniform(x.chunk) : 0, early, n, base, w, lane);
 }
 #else
@@ -584,13 +583,13 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
 #if MAILED
   u64 zeros = 0;
   int early = 0;
+  if (x.first || back < 0) zeros = zeros_of<true>(a, first_on_way<true>(a, s), h, lane);
   if (x.first) {
-    zeros = zeros_of<true>(a, s, h, lane);
     early = chunks_at_end<true>(a, s, h);
     x.end = piece_end(a, x);  // whose last chunks it goes over, too
   }
   const Passes p = {early + n, early, uniform(x.end) - early * C, t0 - early * C};
-  const bool held = x.first && takes_room(a, zeros, early);
+  const bool held = takes_room<true>(a, s, x.first, back < 0, zeros, early);
 #else
   const int passes = back < 0 && !x.last && !a.given ? 3 : 1;
   const Passes p = passes_of(t0, n, passes);
@@ -605,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_forward(const __grid_co
   } else {
     registers_up<192>();
 #if MAILED
-    consume(a, x, s, h, t0, n, back < 0, early, zeros, base, w, lane);
+    consume(a, x, s, h, t0, n, back < 0, early, zeros, held, base, w, lane);
 #else
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
 #endif

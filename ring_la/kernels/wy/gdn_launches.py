@@ -38,9 +38,9 @@ many. Of eight an H200 took 3 % longer forward and backward."""
 PARTS = 2**28
 """Bytes of what they leave, in a call; and of what halves of spans whose maps are found leave."""
 ARGUMENTS = "22Q12if4x"
-SHARED = 7 * 28672 + 8192 + 4 * 2304 + 7 * 384 + 7 * 16 + 64 + 16 + 144 + 1024
-BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 144 + 1024
-KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 48 + 16 + 144 + 1024
+SHARED = 7 * 28672 + 8192 + 4 * 2304 + 7 * 384 + 7 * 16 + 64 + 16 + 144 + 16 + 1024
+BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 144 + 16 + 1024
+KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 48 + 16 + 144 + 16 + 1024
 
 
 @functools.cache

@@ -7,7 +7,7 @@
 #include "spans.cuh"
 #include "maps.cuh"
 #if MAILED
-#include "mail.cuh"
+#include "hand_on.cuh"
 #endif
 
 #define GROUP 4 // tokens whose factors are made together

@@ -2,13 +2,10 @@
 // `scan/link_kernel.py` says of lanes, words and flags. A unit is 32 columns of a state; each has a lane of its own, so that none
 // waits for another.
 //
-// For one piece of tokens, or one in each batch row, whose spans' maps are there (maps.cuh; KDA's forward finds them itself). The program
-// of its first span on this way carries what comes from map to map, as far as it goes: so what leaves is sent, and spans that wait get
-// what enters them, while all others are under way. It holds maps in shared memory by then, where chunks come later, and has none to
-// begin early with.
-//
-// KDA's gradients have two launches before: one makes chunks' states, and takes what no map passes on, by those of its warps that make
-// factors, when they have made all; the other one, beside it, finds maps, and sends what waits for nothing.
+// For one piece of tokens, or one in each batch row, whose spans' maps are there (maps.cuh; KDA's forward finds them itself). The delta
+// rules' programs each find what enters their span (entering.cuh); KDA's first one carries it from span to span (hand_on.cuh). What leaves
+// is sent, and spans that wait get what enters them, while all others are under way. Who does so holds maps in shared memory by then,
+// where chunks come later.
 #pragma once
 #include "maps.cuh"
 
@@ -134,8 +131,8 @@ INLINE void put_rows(const float (&S)[16][4], u32 turn, const Mail& m, int first
 }
 
 // Take a state `to` its place, as soon as all of it has come: what has not in time is NaN. By eight warps. stage: shared memory where it is
-// put, too, as `pass_on` finds it; 0: it is not. EACH: in how many registers of 16 bytes at a time.
-template <int EACH> INLINE void take_in(float* to, const Mail& m, int first, u32 stage, int w, int lane) {
+// put, too, as `pass_on` finds it, or (not STORED) nowhere else; 0: it is not. EACH: in how many registers of 16 bytes at a time.
+template <int EACH, bool STORED = true> INLINE void take_in(float* to, const Mail& m, int first, u32 stage, int w, int lane) {
   u64 start = 0;
 #pragma unroll 1
   for (int j = 0; j < 16; j += EACH) {
@@ -158,7 +155,7 @@ template <int EACH> INLINE void take_in(float* to, const Mail& m, int first, u32
       const u32 none[4] = {UNSENT, UNSENT, UNSENT, UNSENT};
       stg128(room_of(m, m.source, m.me, first + (i >> 10)) + (i & 1023) * 4, none);
       as_sent(x[n]);
-      stg128(to + place(i), x[n]);
+      if (STORED) stg128(to + place(i), x[n]);
       if (!stage) continue;
       const int k = i >> 3 & 127;
 #pragma unroll
@@ -187,15 +184,7 @@ template <bool FORWARD, class Args> INLINE u64 zeros_of(const Args& a, int s, in
   return (u64)half(lane + 32) << 32 | low;
 }
 
-// What enters a piece on the way of gradients, if the span that it enters passes none of that on; x, the s-th, is its first by tokens.
-// By eight warps that `sync`.
-template <class Args, class Sync> INLINE void take_back(const Args& a, const Span& x, int s, int h, int w, int lane, Sync sync) {
-  const Mail& m = a.mail;
-  const u64 at = (u64)(s + spans_a_row(a) - 1) * a.H + h;
-  if (m.source >= 0 && uniform(m.zero[at])) receive(m.entering + at * (D * D), m, first_lane(a, x, h), 0, w, lane, sync);
-}
-
-// -- what comes, from span to span -------------------------------------------------------------------------------------
+// -- maps, on the way of what comes -----------------------------------------------------------------------------------
 #define SMALL -30.f // log2 of what is left of a state that counts as nothing
 #define MAPS_HELD 2 // beside a state
 
@@ -213,116 +202,44 @@ template <bool FORWARD, class Args> INLINE float left_of(const Args& a, int s, i
   return all;
 }
 
-// Whether the program of a piece's first span on this way takes shared memory to carry what comes: not where all spans forget.
-template <class Args> INLINE bool carries(const Args& a, u64 zeros) { return zeros != ones(spans_a_row(a)); }
-
 // What enters a piece where no rank sends it; null: zero
 template <class Args> INLINE const float* given(const Args& a, int piece, int h) {
   return a.mail.before ? a.mail.before + ((u64)piece * a.H + h) * (D * D) : 0;
 }
-// To the place of what enters its first span, the s-th. By eight warps.
-template <class Args> INLINE void enter(const Args& a, int piece, int s, int h, int w, int lane) {
-  const float4* const from = (const float4*)given(a, piece, h);
-  float4* const to = (float4*)(a.mail.entering + ((u64)s * a.H + h) * (D * D));
-  for (int i = w * 32 + lane; i < D * D / 4; i += 256) to[i] = from ? from[i] : make_float4(0.f, 0.f, 0.f, 0.f);
-}
 
-// Take what comes to a piece, carry it through its spans, and send what leaves; span s is its first on this way. What waits for nothing
-// goes first. `zeros`: see `zeros_of`. `sends`, `ends`: whether what leaves is sent from here, by lanes that were claimed, or to be found
-// at all; `there`: what enters was taken. By eight warps; shared memory from `at` on, if it `carries` or sends. bars: two barriers.
-template <bool FORWARD, class Args>
-INLINE void carry(const Args& a, const Span& x, int s, int h, u64 zeros, bool sends, bool ends, bool there, u32 at, u32 bars, u32 said,
-                  int w, int lane) {
-  const Mail& m = a.mail;
-  const int n = spans_a_row(a), lanes = first_lane(a, x, h);
-  auto state = [&](int p) { return ((u64)(FORWARD ? s + p : s - p) * a.H + h) * (D * D); };  // of the span at position p
-  float* const leaving = m.leaving + ((u64)x.piece * a.H + h) * (D * D);
-  float* const entering = m.entering + state(0);
-  auto hold = [&](int p, int slot) {
+// Whether not all spans of a piece forget: then programs of spans hold maps where chunks come.
+template <class Args> INLINE bool carries(const Args& a, u64 zeros) { return zeros != ones(spans_a_row(a)); }
+
+// Maps of a piece's spans in shared memory, one after the other, in MAPS_HELD places of MAP bytes from `at` on, which have a barrier each;
+// `stage` is behind them. Span s is the first on this way.
+template <bool FORWARD, class Args> struct HeldMaps {
+  const Args& a;
+  int s, h;
+  u32 at, bars;
+  int w, lane;
+  u32 phases;
+  INLINE u64 state(int p) const { return ((u64)(FORWARD ? s + p : s - p) * a.H + h) * (D * D); }  // of the span at position p
+  INLINE const float* adds(int p) const { return a.mail.adds + state(p); }
+  INLINE u32 stage() const { return at + MAPS_HELD * MAP; }
+  INLINE void hold(int p, int slot) const {
     if (w || lane) return;
     bar_expect(bars + slot * 8, MAP);
-    copy_in(at + slot * MAP, m.images + 2 * state(p), MAP, bars + slot * 8);
-  };
-  u32 phases = 0;
-  // Through the maps from `from` to `to` (not included), held from `from` on; `then` sees what enters each behind them
-  auto through = [&](float (&S)[16][4], int from, int to, bool adds, auto then) {
+    copy_in(at + slot * MAP, a.mail.images + 2 * state(p), MAP, bars + slot * 8);
+  }
+  INLINE void hold_first(int from, int to) const {
+    proxy_fence();
+    between_warps();  // nobody reads maps any more, or writes there
+    for (int p = from; p < min(from + MAPS_HELD, to); p++) hold(p, p - from);
+  }
+  // Maps `from` to `to` (not included), held from `from` on: step(p, where it lies), after which no warp reads it any more
+  template <class Step> INLINE void over(int from, int to, Step step) {
 #pragma unroll 1
     for (int p = from; p < to; p++) {
       const int slot = (p - from) % MAPS_HELD;
       bar_wait(bars + slot * 8, phases >> slot & 1);
       phases ^= 1 << slot;
-      pass_on<FORWARD>(S, adds ? m.adds + state(p) : 0, at + slot * MAP, at + MAPS_HELD * MAP, w, lane);
-      then(p + 1);
+      step(p, at + slot * MAP);
       if (p + MAPS_HELD < to) hold(p + MAPS_HELD, slot);
     }
-  };
-  auto hold_first = [&](int from, int to) {
-    proxy_fence();
-    between_warps();  // nobody reads maps any more, or writes there
-    for (int p = from; p < min(from + MAPS_HELD, to); p++) hold(p, p - from);
-  };
-  for (int end = n;;) {  // from the last span before `end` that forgets what enters it, or from what comes
-    const int z = 63 - __clzll(zeros & ones(end));
-    const bool leaves = end == n && ends;
-    const bool nothing = z < 0 && m.source < 0 && !m.before;  // comes
-    bool small = false;  // whether what leaves goes first, since nothing of what comes is in it; where nobody waits for others it need not
-    if (z < 0 && leaves) small = nothing ? m.composes : m.source >= 0 && uniform(left_of<FORWARD>(a, s, n, h, lane) < SMALL);
-    const bool begins = z < 0 && !small;
-    const int from = small || nothing ? 1 : z + 1, to = end == n && !ends ? n - 1 : end;
-    const bool composed = begins && leaves && sends && m.source >= 0 && m.composes;
-    if (composed) {  // what all spans add, to `leaving`, and their transitions' product on this way, where the first map is held
-      float S[16][4];
-      hold_first(1, n);
-      begin_with(S, m.adds + state(0), w, lane);
-      through(S, 1, n, true, [&](int) { between_warps(); });
-      put_state(S, leaving, w, lane);
-      hold_first(0, n);
-      identity(S, w, lane);
-      through(S, 0, n, false, [&](int) { between_warps(); });
-      keep_map(S, at, w, lane);
-    } else {
-      hold_first(from, to);
-    }
-    if (begins) {
-      if (m.source < 0)
-        enter(a, x.piece, s, h, w, lane);
-      else if (!there)
-        receive(entering, m, lanes, composed ? at + MAPS_HELD * MAP : 0, w, lane, [] { between_warps(); });
-      there = true;
-      between_warps();  // what enters is there
-    }
-    if (composed) {
-      float S[16][4];
-      pass_on<true, true>(S, leaving, at, at + MAPS_HELD * MAP, w, lane);
-      if (m.keeps) put_state(S, leaving, w, lane);
-      put_from(S, at + MAP, m, lanes, said, w, lane);
-      ends = false;
-      continue;  // and what enters the spans
-    }
-    if (from < to || leaves || (begins && nothing && end)) {
-      float S[16][4];
-      auto hand_on = [&](int p) {  // what enters the span at position p
-        const bool wanted = p < n && !small;
-        if (wanted) put_state(S, m.entering + state(p), w, lane);
-        between_warps();
-        if (wanted && w == 0 && lane == 0) store_release(a.arrived + (FORWARD ? s + p : s - p) * a.H + h, 1);
-      };
-      begin_with(S, begins && !nothing ? entering : m.adds + state(from - 1), w, lane);
-      if (begins && nothing) hand_on(1);
-      through(S, from, to, true, hand_on);
-      if (leaves && m.keeps) put_state(S, leaving, w, lane);
-      if (leaves && sends) put_from(S, at + MAP, m, lanes, said, w, lane);
-    }
-    if (leaves) ends = false;
-    if (begins) return;
-    if (!small) end = z;
   }
-}
-
-// What enters span s, which waits, from span `before`, once it is there
-template <class Args> INLINE const float* carried(const Args& a, int s, int before, int h) {
-  launch_before();  // flags are there
-  if (uniform(a.mail.zero[before * a.H + h])) return a.mail.adds + ((u64)before * a.H + h) * (D * D);
-  while (!load_acquire(a.arrived + s * a.H + h)) {}
-  return a.mail.entering + ((u64)s * a.H + h) * (D * D);
-}
+};

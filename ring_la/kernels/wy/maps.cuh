@@ -69,46 +69,39 @@ INLINE void put_map(const float (&S)[16][4], u16* to, u32 at, int w, int lane) {
   }
 }
 
+// The map at `at` itself, on the way of gradients its transpose
+template <bool FORWARD> INLINE void read_map(float (&S)[16][4], u32 at, int w, int lane) {
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    u32 x[4];  // two parts of two tiles of eight rows
+    const int row = FORWARD ? w * 16 + ((lane >> 3) & 1) * 8 + (lane & 7) : nt * 8 + (lane & 7);
+    const int chunk = FORWARD ? nt : 2 * w + ((lane >> 3) & 1);
+    const u32 from = at + (lane >> 4) * 32768 + (chunk >> 3) * 16384 + row * 128 + swz(row, chunk & 7);
+    if (FORWARD) ldm(x, from);
+    else ldm_trans(x, from);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      S[nt][2 * e] = lo(x[e]) + lo(x[2 + e]);
+      S[nt][2 * e + 1] = hi(x[e]) + hi(x[2 + e]);
+    }
+  }
+}
+
+// What this thread has of a state in 64 KB of shared memory
+INLINE u32 staged(u32 stage, int w, int lane) { return stage + (w * 32 + lane) * 16; }
+INLINE float4 staged_tile(u32 own, int nt) {
+  u32 r[4];
+  lds128(r, own + nt * 4096);
+  return make_float4(__uint_as_float(r[0]), __uint_as_float(r[1]), __uint_as_float(r[2]), __uint_as_float(r[3]));
+}
+
 // S <- what a span `adds` + S times the map at `at`, on the way of gradients its transpose; by way of 64 KB of shared memory, since
 // registers do not hold all operands beside it. STAGED: S lies there already.
 template <bool FORWARD, bool STAGED = false> INLINE void pass_on(float (&S)[16][4], const float* adds, u32 at, u32 stage, int w, int lane) {
-  const u32 own = stage + (w * 32 + lane) * 16;
+  const u32 own = staged(stage, w, lane);
 #pragma unroll
   for (int nt = 0; nt < 16; nt++)
     if (!STAGED) sts128(own + nt * 4096, S[nt]);
   begin_with(S, adds, w, lane);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    u32 high[4][4], low[4][4];
-#pragma unroll
-    for (int ks = 0; ks < 4; ks++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        u32 r[4];
-        lds128(r, own + (8 * half + 2 * ks + i) * 4096);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const float x = __uint_as_float(r[2 * j]), y = __uint_as_float(r[2 * j + 1]);
-          u32& first = high[ks][2 * i + j];
-          first = pack(x, y);
-          low[ks][2 * i + j] = pack(x - lo(first), y - hi(first));
-        }
-      }
-    wg_fence();
-#pragma unroll
-    for (int ks = 0; ks < 4; ks++) {
-      auto place = [&](u32 part) {
-        return FORWARD ? descriptor(part + (4 * half + ks) * 2048, 16384, 1024) : descriptor(part + half * 16384, 16, 1024) + ks * 2;
-      };
-      auto add = [&](const u32* x, u64 y) {
-        if (FORWARD) wgmma128(S, x, y);
-        else wgmma128_back(S, x, y);
-      };
-      add(high[ks], place(at));
-      add(low[ks], place(at));
-      add(high[ks], place(at + 32768));
-    }
-    wg_commit();
-    wg_wait(S);
-  }
+  add_product<FORWARD>(S, at, [&](int nt) { return staged_tile(own, nt); });
 }

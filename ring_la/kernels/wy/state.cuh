@@ -71,14 +71,14 @@ INLINE void keep_map(const float (&S)[16][4], u32 at, int w, int lane) {
   between_warps();
 }
 
-// S += what lies at `from`, a state or a map, times the map at `at`
-INLINE void add_mapped(float (&S)[16][4], const float4* from, u32 at) {
+// S += a state or a map times the map at `at`, on the way of gradients its transpose; read(nt): four numbers of tile nt
+template <bool FORWARD, class Read> INLINE void add_product(float (&S)[16][4], u32 at, Read read) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {  // of what lies there: registers do not hold all of it
+  for (int half = 0; half < 2; half++) {  // of what is read: registers do not hold all of it
     u32 high[4][4], low[4][4];
 #pragma unroll
     for (int nt = 0; nt < 8; nt++) {
-      const float4 y = __ldcg(from + (8 * half + nt) * 256);
+      const float4 y = read(8 * half + nt);
       u32 *x = high[nt >> 1] + 2 * (nt & 1), *z = low[nt >> 1] + 2 * (nt & 1);
       x[0] = pack(y.x, y.y); x[1] = pack(y.z, y.w);
       z[0] = pack(y.x - lo(x[0]), y.y - hi(x[0])); z[1] = pack(y.z - lo(x[1]), y.w - hi(x[1]));
@@ -86,14 +86,24 @@ INLINE void add_mapped(float (&S)[16][4], const float4* from, u32 at) {
     wg_fence();
 #pragma unroll
     for (int ks = 0; ks < 4; ks++) {
-      const u64 first = descriptor(at + (4 * half + ks) * 2048, 16384, 1024);
-      wgmma128(S, high[ks], first);
-      wgmma128(S, low[ks], first);
-      wgmma128(S, high[ks], descriptor(at + 32768 + (4 * half + ks) * 2048, 16384, 1024));
+      auto place = [&](u32 part) {
+        return FORWARD ? descriptor(part + (4 * half + ks) * 2048, 16384, 1024) : descriptor(part + half * 16384, 16, 1024) + ks * 2;
+      };
+      auto add = [&](const u32* x, u64 y) {
+        if (FORWARD) wgmma128(S, x, y);
+        else wgmma128_back(S, x, y);
+      };
+      add(high[ks], place(at));
+      add(low[ks], place(at));
+      add(high[ks], place(at + 32768));
     }
     wg_commit();
     wg_wait(S);
   }
+}
+// The same of what lies at `from`, see `held`
+INLINE void add_mapped(float (&S)[16][4], const float4* from, u32 at) {
+  add_product<true>(S, at, [&](int nt) { return __ldcg(from + nt * 256); });
 }
 
 // -- as operands --------------------------------------------------------------------------------------------------------
