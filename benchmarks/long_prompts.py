@@ -1,10 +1,10 @@
 """A long prompt's first token, and tokens after it: `python -m benchmarks.long_prompts`, or under torchrun.
 
 A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yaml, or a mixture of Transformers. Of
-each length a prompt is read, and another one before, while kernels are compiled and room is made for so many keys (with
---once of the first length alone); then so many sequences go on from it side by side, as its state is kept, until all
-are there and each has --tokens more: of those alone are a token's time and what stands beside it. So many that a GPU
-has no memory for them are left out, and a row says so.
+each length a prompt is read, and another one before, while kernels are compiled, room is made for so many keys and a
+step is captured (with --once of the first length alone); then so many sequences go on from it side by side, as its
+state is kept, until all are there and each has --tokens more: of those alone are a token's time and what stands beside
+it. So many that a GPU has no memory for them are left out, and a row says so.
 A first token is behind all that the engine does before it: the prompt's pieces, of which the last ones are short, as
 states are kept before its end; these states, and their place in the batch; and a step, launched before a token is told.
 With --sharded each rank has a part of the weights. Tokens are the likeliest; with --temperature they are drawn, with
@@ -45,6 +45,8 @@ from .rows import Rows
 GIB = 2**30
 SPARE = 1.3
 """Of a sequence's bytes, what its columns take: up to a quarter of them are empty."""
+CAPTURED = 5
+"""Tokens of the prompt before: a step more than those that run before one is captured."""
 COMING = 64
 """Tokens, at most, that those who are there get while one more comes: several steps are taken between two."""
 
@@ -87,7 +89,7 @@ class Runs:
         cold, warm = torch.randint(self._engine.model.vocab_size, (2, length), generator=dice).tolist()
         steps: list[tuple[str, list[Asked]]] = [("first token", [Asked(warm, 2)])]
         if not self._args.once or "prompt" not in (self._rows.rows or [{}])[-1]:
-            steps.insert(0, ("first token, cold", [Asked(cold, 2)]))
+            steps.insert(0, ("first token, cold", [Asked(cold, CAPTURED)]))
         for batch in self._args.batches:
             tokens = self._args.tokens + COMING * batch  # they come one after the other
             steps.append((f"a token of {batch}", [Asked(warm, tokens, **self._sampling) for _ in range(batch)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from benchmarks import long_prompts
 from benchmarks.replays import Replays, quantile
 from benchmarks.rows import Rows
+from ring_la import capture
 from ring_la.serving import Ended, Failed, NewToken
 
 
@@ -60,7 +62,7 @@ class Turns:
 
     def __init__(self, tokens: int) -> None:
         self._tokens, self._coming, self._there = tokens, [], []
-        self._stopped = False
+        self._stopped, self.asked = False, []
         self.now = self.replays = 0
         self.model = SimpleNamespace(vocab_size=257, model=torch.nn.Linear(2, 2))
         self.states, self.batch = SimpleNamespace(kept={}), SimpleNamespace(graphs=1)
@@ -77,6 +79,7 @@ class Turns:
 
     def submit(self, *jobs: long_prompts.Asked) -> None:
         self._coming += jobs
+        self.asked.append(jobs)
 
     def stop(self) -> None:
         self._stopped = True
@@ -119,6 +122,19 @@ def turns(monkeypatch):
         return found.rows
 
     return rows
+
+
+def test_the_prompt_before_is_decoded_until_a_step_is_a_graph():
+    """Else the step that a first token is told behind is one that runs eagerly."""
+    engine = Turns(1)
+    args = argparse.Namespace(once=False, batches=[1], tokens=4, temperature=0.0, top_p=1.0, limit=1e9)
+    long_prompts.Runs(engine, args, 0.0, Rows(None), engine).start(16)
+    engine.run()
+    [cold], [first], _ = engine.asked
+    warmup = inspect.signature(capture).parameters["warmup"].default
+    assert cold.request.max_tokens > warmup
+    assert first.request.max_tokens == 2
+    assert cold.request.ids != first.request.ids
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
