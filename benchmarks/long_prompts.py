@@ -1,9 +1,12 @@
 """A long prompt's first token, and tokens after it: `python -m benchmarks.long_prompts`, or under torchrun.
 
 A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yaml, or a mixture of Transformers. Of
-each length a prompt is read, and another one before, while kernels are compiled and room is made for so many keys (with
---once of the first length alone); then so many sequences go on from it side by side, as its state is kept, and a
-token's time is taken while all are there. So many that a GPU has no memory for them are left out, and a row says so.
+each length a prompt is read, and another one before, while kernels are compiled, room is made for so many keys and a
+step is captured (with --once of the first length alone); then so many sequences go on from it side by side, as its
+state is kept, until all are there and each has --tokens more: of those alone are a token's time and what stands beside
+it. So many that a GPU has no memory for them are left out, and a row says so.
+A first token is behind all that the engine does before it: the prompt's pieces, of which the last ones are short, as
+states are kept before its end; these states, and their place in the batch; and a step, launched before a token is told.
 With --sharded each rank has a part of the weights. Tokens are the likeliest; with --temperature they are drawn, with
 --top-p of the likeliest alone, and the rows say so.
 A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
@@ -20,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +45,27 @@ from .rows import Rows
 GIB = 2**30
 SPARE = 1.3
 """Of a sequence's bytes, what its columns take: up to a quarter of them are empty."""
+CAPTURED = 5
+"""Tokens of the prompt before: a step more than those that run before one is captured."""
+COMING = 64
+"""Tokens, at most, that those who are there get while one more comes: several steps are taken between two."""
 
 
 class Asked(Completion):
-    """A request, when its tokens came, and what follows it."""
+    """A request, when its tokens came, its end, and what follows each of these."""
 
     def __init__(self, ids: Sequence[int], tokens: int, **sampling: float) -> None:
         self.times: list[float] = []
         self.end: Event | None = None
-        self.then = lambda: None
+        self.then: Callable[[Asked], None] = lambda job: None
         super().__init__(Request(list(ids), tokens, **sampling), self._hear)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, NewToken):
             self.times.append(time.perf_counter())
-            return
-        self.end = event
-        self.then()
+        else:
+            self.end = event
+        self.then(self)
 
 
 class Runs:
@@ -82,9 +89,9 @@ class Runs:
         cold, warm = torch.randint(self._engine.model.vocab_size, (2, length), generator=dice).tolist()
         steps: list[tuple[str, list[Asked]]] = [("first token", [Asked(warm, 2)])]
         if not self._args.once or "prompt" not in (self._rows.rows or [{}])[-1]:
-            steps.insert(0, ("first token, cold", [Asked(cold, 2)]))
+            steps.insert(0, ("first token, cold", [Asked(cold, CAPTURED)]))
         for batch in self._args.batches:
-            tokens = self._args.tokens + 2 * batch  # they come one after the other
+            tokens = self._args.tokens + COMING * batch  # they come one after the other
             steps.append((f"a token of {batch}", [Asked(warm, tokens, **self._sampling) for _ in range(batch)]))
         self._next(length, steps)
 
@@ -93,11 +100,22 @@ class Runs:
             self._engine.stop()
             return
         (name, jobs), rest = steps[0], steps[1:]
-        asked = time.perf_counter()
+        asked, coming = time.perf_counter(), len(jobs)
+        last: Asked | None = None  # to come; of a step it is told last
 
-        def then() -> None:
-            if all(each.end is not None for each in jobs):
-                self._note(length, name, jobs, asked)
+        def then(job: Asked) -> None:
+            nonlocal coming, last
+            if job.end is None and len(job.times) == 1:
+                coming -= 1
+                if not coming:  # side by side from here
+                    last, self._waited = job, self._waits()
+                    self._replays.taken()
+            more = job is last and name.startswith("a token") and len(job.times) > self._args.tokens
+            if job.end is not None or more:
+                self._note(length, name, jobs, asked, last)
+                for each in jobs:
+                    each.then = lambda job: None
+                    each.cancel()
                 self._next(length, rest)
 
         for each in jobs:
@@ -109,11 +127,9 @@ class Runs:
             return
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        self._replays.taken()
-        self._waited = self._waits()
         self._engine.submit(*jobs)
 
-    def _note(self, length: int, name: str, jobs: list[Asked], asked: float) -> None:
+    def _note(self, length: int, name: str, jobs: list[Asked], asked: float, last: Asked | None) -> None:
         row: dict[str, Any] = {
             "prompt": length,
             "what": name,
@@ -121,19 +137,21 @@ class Runs:
         }
         if torch.cuda.is_available():
             row["GiB"] = torch.cuda.max_memory_allocated() / GIB
-        if not all(isinstance(each.end, Ended) for each in jobs):
-            row["failed"] = str(next(each.end for each in jobs if not isinstance(each.end, Ended)))
-        elif name.startswith("first"):
-            row["seconds"] = jobs[0].times[0] - asked
-        else:  # from where all are side by side until the first of them ends
-            begin, end = max(each.times[0] for each in jobs), min(each.times[-1] for each in jobs)
-            gaps = [b - a for a, b in zip(jobs[-1].times, jobs[-1].times[1:]) if a >= begin and b <= end]
+        failed = [each.end for each in jobs if each.end is not None and not isinstance(each.end, Ended)]
+        if failed:
+            row["failed"] = str(failed[0])
+        elif last is not None and name.startswith("first"):
+            row["seconds"] = last.times[0] - asked
+        elif last is None or len(last.times) <= self._args.tokens:
+            row["failed"] = "one has ended before all had their tokens"
+        else:
+            gaps = [1e3 * (b - a) for a, b in zip(last.times, last.times[1:])]
             for what, part in (("smallest", 0.0), ("milliseconds", 0.5), ("90th percentile", 0.9)):
-                row[what] = quantile([1e3 * gap for gap in gaps], part)
+                row[what] = quantile(gaps, part)
             row |= {"steps": len(gaps)} | self._replays.taken()
-            tokens = max(len(each.times) for each in jobs)
-            row |= {what: 1e3 * (now - self._waited[what]) / tokens for what, now in self._waits().items()}
-            row |= {"reused": jobs[0].reused, "all seconds": end - asked, "GiB read a step": self._bytes(jobs) / GIB}
+            row |= {what: 1e3 * (now - self._waited[what]) / len(gaps) for what, now in self._waits().items()}
+            row |= {"reused": last.reused, "all seconds": last.times[-1] - asked}
+            row |= {"GiB read a step": self._bytes(jobs) / GIB}
             row |= {"graphs": self._engine.batch.graphs} | self._sampling
         self._rows.add(row)
 

@@ -180,8 +180,7 @@ def ours(
     """Every strategy × backend × transport, and layout where documents are packed or queries see a window."""
     out, window = [], how.get("window", (-1, -1))[0]
     for kind in args.kinds[: None if cu or window >= 0 else 1]:
-        near = window if kind == "balanced" and window >= 0 else None
-        layouts = {name: cp.layout(length, kind, cu_seqlens=cu, window=near) for name, cp in contexts.items()}
+        layouts = {name: layout_of(cp, length, kind, cu, how) for name, cp in contexts.items()}
         for backend, strategy in itertools.product(args.backends, args.strategies):
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
                 layout, copies = layouts[transport], contexts[transport].comm.copies and strategy != "all_gather"
@@ -192,6 +191,15 @@ def ours(
                     name = f"ring_la {way} {backend}" + (f" {kind}" if cu or window >= 0 else "")
                     out.append(Way(name, backend, our_call(more, two_streams), tokens_of(layout), copies))
     return out
+
+
+def layout_of(
+    cp: ring_la.ContextParallel, length: int, kind: str, cu: list[int] | None, how: dict
+) -> ring_la.ShardedLayout:
+    """Who owns which tokens in a row of this kind; a balanced layout knows the window."""
+    window = how.get("window", (-1, -1))[0]
+    near = window if kind == "balanced" and window >= 0 else None
+    return cp.layout(length, kind, cu_seqlens=cu, window=near)
 
 
 def our_call(how: dict, two_streams: bool | None) -> Call:
@@ -297,7 +305,7 @@ def bench(
     ways = ours(args, contexts, length, packed, case.how)
     for kernel in args.peers_on if others else ():
         ways += [Way(f"{p.name} {kernel}", kernel, p.call, p.tokens) for p in others.of(case.peers(kernel))]
-    first = next(iter(contexts.values())).layout(length, args.kinds[0], cu_seqlens=packed)
+    first = layout_of(next(iter(contexts.values())), length, args.kinds[0], packed, case.how)
     drawn, bounds, truth = case.tensors(rank), {}, {}
     for name, backend, call, tokens, copied in ways:
         if over(end):

@@ -210,12 +210,17 @@ def keep(args: argparse.Namespace, outcome: str, shown: int) -> int:
     for step in steps[shown:]:
         print(f"  {line(step)}", flush=True)
     if args.out:
-        found = {"command": " ".join(words(args, Path)), "outcome": outcome, **known}
+        found = {"command": " ".join(words(args, told)), "outcome": outcome, **known}
         found |= {"starts": logged(folder / "starts.jsonl"), "steps": steps}
         if outcome != "under way":
             found |= kernels(folder / "profile" / "rank-0.json")
         save(args.out, found)
     return len(steps)
+
+
+def told(path: Path) -> Path:
+    """A path as a raw file names it: relative as it was given, and the name alone of a place of one machine."""
+    return Path(path.name) if path.is_absolute() else path
 
 
 def words(args: argparse.Namespace, place: Callable[[Path], Path] = Path.resolve) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def main() -> None:
     if args.out:
         about = json.loads((folder / "about.json").read_text())
         ways = {"on the device": steps[:each], "in host memory": steps[each:]}
-        save(args.out, {"command": " ".join(bench.words(args, Path)), **about, **ways})
+        save(args.out, {"command": " ".join(bench.words(args, bench.told)), **about, **ways})
 
 
 if __name__ == "__main__":

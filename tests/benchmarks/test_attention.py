@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -10,8 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ring_la
+from benchmarks.attention import bench
 from benchmarks.peers import flash_attn
 from ring_la.cli.main import main
+from tests.support import pool
 
 
 def test_a_saved_run_is_read_as_a_table(tmp_path, capsys):
@@ -51,3 +55,27 @@ def test_flash_attn_is_lent_while_peers_are_imported():
     finally:
         flash_attn.use("flash")
     torch.testing.assert_close([out, *grads], [o, *torch.autograd.grad(o, want, do)])
+
+
+def rows_of(rank: int, kinds: list[str]) -> dict[str, float]:
+    """Of a window's rows on CPUs how far each is from the first."""
+    how = dict(window=(8, -1))
+    case = bench.Case("window 8", 32, pool.SIZE, (2, 2), 16, [0, 32 * pool.SIZE], how, 0.1)
+    asked = argparse.Namespace(kinds=kinds, backends=["torch"], strategies=["ring"], streams=["auto"])
+    asked.peers_on, asked.graphs = ["none"], False
+    drawn = torch.randn(4, 1, 32, 2, 16, generator=torch.Generator().manual_seed(rank)).unbind()
+    contexts = {"torch": ring_la.ContextParallel(pool.group(), scan="ring", transport="torch")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.Case, "tensors", lambda self, rank: [*drawn])
+        patch.setattr(bench.Case, "bound", lambda self, kernel: kernel)
+        patch.setattr(bench, "measure", lambda *timed: {})
+        patch.setattr(bench, "peak", lambda call: 0.0)
+        return {row["name"]: row["apart"] for row in bench.bench(case, asked, contexts, None, float("inf"))}
+
+
+def test_every_row_of_a_window_has_the_first_ones_numbers(ranks):
+    """Whatever layout each is under: a balanced one that knows the window owns other tokens than one that does not."""
+    for rows in ranks.run(pool.SIZE, rows_of, ["balanced", "zigzag"]):
+        assert [*rows] == [f"ring_la ring, sent torch {kind}" for kind in ("balanced", "zigzag")]
+        assert rows["ring_la ring, sent torch balanced"] == 0.0
+        assert rows["ring_la ring, sent torch zigzag"] < 1e-6

@@ -63,7 +63,10 @@ def test_a_run_leaves_its_steps_and_what_it_is_about(ranks, tmp_path):
     folder, out = tmp_path / "hybrid_8b", tmp_path / "out.json"
     args = options("hybrid_8b", "--folder", tmp_path, "--out", out)
     assert bench.keep(args, "stopped", 0) == 1
-    assert json.loads(out.read_text())["outcome"] == "stopped"
+    found = json.loads(out.read_text())
+    assert found["outcome"] == "stopped"
+    assert f"--folder {tmp_path.name}" in found["command"], "no place of this machine"
+    assert str(tmp_path) not in found["command"]
     about = json.loads((folder / "about.json").read_text())
     assert (about["memory"]["offload"], about["documents"]) == (1, "balanced")
     steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
