@@ -176,7 +176,7 @@ class SpanMaps(NamedTuple):
     half: Tensor | None = None
 
 
-Mail = tuple[tuple[Tensor | int, ...], tuple[int, ...]]
+Mail = tuple[tuple[Tensor | int | None, ...], tuple[int, ...]]
 """What kernels take that send and receive states themselves (`wy/mail.cuh`): the mailboxes, and where states come from
 and go. Between the two what spans do to states, and where these are put."""
 

@@ -66,12 +66,14 @@ class OneDeviceRecurrence(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, do: Tensor | None, dS_end: Tensor | None):
-        rule, scale, _, backend, *_ = ctx.call
+        call = ctx.call
+        rule, scale, _, backend, *_ = call
         cu, S0, *rest = ctx.saved_tensors
         width = len(Inputs._fields)
         inputs, saved = Inputs(*rest[:width]), tuple(rest[width:])
         do = torch.zeros_like(inputs.like_output(rule)) if do is None else do
         gate = ctx.needs_input_grad[3 + Inputs._fields.index("g")]
-        begin = partial(make_local, rule, inputs, cu, scale, "chunk", backend)
-        grads = gradients(ctx.call.known, begin, inputs, cu, Backward(S0, do, saved, gate), dS_end)
+        use = OutputUse(saved=True, final=call.final, alone=True)
+        begin = partial(make_local, rule, inputs, cu, scale, "chunk", backend, use)
+        grads = gradients(call.known, begin, inputs, cu, Backward(S0, do, saved, gate), dS_end)
         return None, None, None if S0 is None else grads.entering.to(S0.dtype), *grads.like(inputs)

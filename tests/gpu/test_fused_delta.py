@@ -206,6 +206,25 @@ def test_gradients_of_rows_with_a_longer_outer_span(gradients_in_one_launch, mon
     assert within(found), found
 
 
+@pytest.mark.parametrize("gate", [mild, strong, none])
+@pytest.mark.parametrize(("B", "T", "length"), [(1, 1500, 0), (1, 700, 64), (2, 600, 64)])
+def test_gradients_of_rows_in_two_launches(gradients_in_one_launch, monkeypatch, B, T, length, gate, record_property):
+    """Spans are as they are, or of 64 tokens."""
+    from ring_la.kernels.wy import gdn_launches, one_launch
+    from ring_la.kernels.wy.scanned_spans import ScannedSpans
+
+    calls, output = [], ScannedSpans.output
+    monkeypatch.setattr(ScannedSpans, "output", lambda *args, **named: calls.append(1) or output(*args, **named))
+    monkeypatch.setattr(one_launch, "APART", 0)
+    monkeypatch.setattr(one_launch, "APART_ROWS", 4)
+    if length:
+        monkeypatch.setattr(gdn_launches, "across", lambda *sizes: (length, length))
+    found = gradient_errors(inputs(B, T, 4, 2, gate), None, monkeypatch)
+    record_property("errors", found)
+    assert calls
+    assert within(found), found
+
+
 def test_gradients_have_the_same_bits_again_and_replayed(gradients_in_one_launch):
     x, runs = inputs(1, 900, 4, 4, mild), []
     for _ in range(5):

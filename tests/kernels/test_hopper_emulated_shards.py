@@ -18,8 +18,8 @@ interpreted()
 from ring_la import reference  # noqa: E402
 from ring_la.algebra import Rule  # noqa: E402
 from ring_la.kernels import gpu  # noqa: E402
-from ring_la.kernels.protocol import Inputs, OutputUse  # noqa: E402
-from ring_la.kernels.wy import across, gdn_launches, kda_launches  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
+from ring_la.kernels.wy import across, gdn_launches, kda_launches, one_launch  # noqa: E402
 from ring_la.kernels.wy.scanned_spans import ScannedSpans  # noqa: E402
 from ring_la.scan import Chain, MailboxBorder, border  # noqa: E402
 from tests.support import line_of_ranks  # noqa: E402
@@ -206,6 +206,23 @@ def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
     got = {n: got[n] for n in ("o", "S", "S0", *x)}
     check(function, [*x.values()], None, got, S0[0], do, dS[0])
     assert mailed == CARRY[name]
+
+
+def test_one_device_trains_in_two_launches(monkeypatch):
+    """A row of five spans, given a state, as a call goes that exchanges nothing."""
+    (x, _), do = of_five_spans("delta", 1), torch.randn(1, 320, 4, 128).bfloat16()
+    S0, dS = torch.randn(2, 1, 1, 4, 128, 128)
+    monkeypatch.setattr(one_launch, "APART", 0)
+    monkeypatch.setattr(one_launch, "APART_ROWS", 4)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 64)
+    mailed, (function, _, rule) = launches_that_carry(monkeypatch), RULES["delta"]
+    call = one_launch.OneLaunch(one_launch.DELTA, rule, Inputs(**x), None, 128**-0.5, OutputUse(True, alone=True))
+    out = call.output(S0)
+    assert mailed == {"gdn_forward"}
+    back = call.gradients(Backward(S0, do, out.saved), dS)
+    assert mailed == {"gdn_forward", "gdn_backward"}
+    got = {"o": out.o, "S": out.leaving[0], "S0": back.entering[0]}
+    check(function, [*x.values()], None, got | {n: getattr(back.inputs, n) for n in x}, S0[0], do, dS[0])
 
 
 @pytest.mark.parametrize("name", ["delta", "kda"])

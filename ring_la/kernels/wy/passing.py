@@ -30,7 +30,7 @@ class Passing(NamedTuple):
     extra: Tensor | None = None
     image: Tensor | None = None
     arrived: Tensor | None = None
-    mail: tuple[Tensor | int, ...] = ()
+    mail: tuple[Tensor | int | None, ...] = ()
 
     @property
     def waits(self) -> bool:

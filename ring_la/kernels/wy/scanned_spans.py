@@ -8,8 +8,9 @@ what a rank sends then waits for no other rank.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ring_la.kernels.protocol import (
     Border,
     InputGradients,
     Inputs,
+    Mail,
     Output,
     OutputUse,
     SpanMaps,
@@ -31,6 +33,26 @@ from ring_la.kernels.spans.crossing import Entered, cross
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import prefix, transitions_of_pieces
 from ring_la.kernels.wy.across import Carried, SpanKernels
+
+if TYPE_CHECKING:
+    from ring_la.kernels.runtime.streams import SideStream
+
+
+class NoNeighbours:
+    """The border of a call through which no state crosses, for kernels that exchange states themselves: they pass them
+    from span to span then."""
+
+    def __init__(self) -> None:
+        self.key: Hashable = "no neighbours"
+        self.memory: tuple[Tensor, ...] = ()
+        self.beside: SideStream | None = None
+        self.whole = self.sends = self.carries = (False, False)
+
+    def mail(self, states: tuple[int, int, int], reverse: bool) -> Mail:
+        return (*(None,) * 4, 0, 0), (-1, -1, -1, 1, 0, 0, 0)
+
+    def spans(self, *of_spans: Any, **named: Any) -> None:
+        """Nothing comes."""
 
 
 class FoundMaps(NamedTuple):
