@@ -112,6 +112,16 @@ def test_without_states_and_with_bf16_gates(record_property):
     assert all(e <= LIMIT for e in found.values()), found
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_a_gate_that_all_tokens_share(gradients_in_one_launch, monkeypatch, train):
+    """By chunks, which take one of each head."""
+    x = inputs(1, 300, 4, 4, strong)
+    g = -torch.rand(4, device="cuda").requires_grad_(train)
+    x[3] = g.expand(1, 300, 4)
+    found = gradient_errors(x, None, monkeypatch)[0] if train else errors(x, None)
+    assert all(e <= LIMIT for e in found.values()), found
+
+
 def test_calls_again_are_replayed_with_the_same_bits():
     x = inputs(1, 500, 4, 4, mild)
     with torch.no_grad():

@@ -17,10 +17,12 @@ from tests.support.interpreter import interpreted
 interpreted()
 
 from ring_la import reference  # noqa: E402
+from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels import families, gpu  # noqa: E402
 from ring_la.kernels.protocol import Inputs  # noqa: E402
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
 from ring_la.kernels.runtime.zeros import ZEROS  # noqa: E402
-from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches  # noqa: E402
+from ring_la.kernels.wy import across, dplr_launches, gdn_launches, gla_launches, kda_launches, one_launch  # noqa: E402
 from ring_la.kernels.wy.span_call import SpanCall  # noqa: E402
 from tests.support.emulated_kernels import LIMIT, check, draw, emulate  # noqa: E402
 from tests.support.hopper import Emulated, KernelError  # noqa: E402
@@ -81,6 +83,19 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
         monkeypatch.setattr(gdn_launches, "group", lambda chunks, heads: 1)
         again, _ = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], None)
         assert all(torch.equal(a, b) for a, b in zip(grads[:5], again[:5], strict=True))
+
+
+@pytest.mark.parametrize("rule", ["delta/scalar", "delta/diagonal", "additive/diagonal"])
+def test_a_gate_that_all_tokens_share_goes_by_chunks(monkeypatch, rule):
+    """It comes as one of each head, which these kernels would read beyond."""
+    monkeypatch.setattr(gpu, "is_hopper", lambda device: True)
+    monkeypatch.setattr(one_launch.cuda_kernel, "unsupported", lambda: "")
+    write, decay = rule.split("/")
+    rule, channels = Rule(write, decay, lower_bound=-1.0), (128,) * (decay == "diagonal")
+    q, k, v, beta = draw(64, 2, 2)
+    for shape, taken in (((1, 64, 2, *channels), True), ((1, 1, 2, *channels), False)):
+        x = Inputs(q, k, v, torch.full(shape, -0.1), beta if write == "delta" else None)
+        assert isinstance(families.recurrence(rule, x, None, 1.0), one_launch.OneLaunch) == taken
 
 
 @pytest.mark.parametrize(

@@ -209,17 +209,18 @@ def test_states_go_from_span_to_span(monkeypatch, name, parts, beside):
 
 
 def test_one_device_trains_in_two_launches(monkeypatch):
-    """A row of five spans, given a state, as a call goes that exchanges nothing."""
+    """A row of five spans, given a state, as a call goes that exchanges nothing. What it leaves says how it went."""
     (x, _), do = of_five_spans("delta", 1), torch.randn(1, 320, 4, 128).bfloat16()
     S0, dS = torch.randn(2, 1, 1, 4, 128, 128)
     monkeypatch.setattr(one_launch, "APART", 0)
     monkeypatch.setattr(one_launch, "APART_ROWS", 4)
     monkeypatch.setattr(gpu, "multiprocessors", lambda device: 64)
     mailed, (function, _, rule) = launches_that_carry(monkeypatch), RULES["delta"]
-    call = one_launch.OneLaunch(one_launch.DELTA, rule, Inputs(**x), None, 128**-0.5, OutputUse(True, alone=True))
-    out = call.output(S0)
+    call = (one_launch.DELTA, rule, Inputs(**x), None, 128**-0.5, OutputUse(True, alone=True))
+    out = one_launch.OneLaunch(*call).output(S0)
     assert mailed == {"gdn_forward"}
-    back = call.gradients(Backward(S0, do, out.saved), dS)
+    monkeypatch.setattr(one_launch, "APART", 2**60)
+    back = one_launch.OneLaunch(*call).gradients(Backward(S0, do, out.saved), dS)
     assert mailed == {"gdn_forward", "gdn_backward"}
     got = {"o": out.o, "S": out.leaving[0], "S0": back.entering[0]}
     check(function, [*x.values()], None, got | {n: getattr(back.inputs, n) for n in x}, S0[0], do, dS[0])

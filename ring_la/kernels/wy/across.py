@@ -41,12 +41,12 @@ class Cut(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What launches take that carry states from span to span and rank to rank themselves (`mail.cuh`).
+    """What launches take that find what enters spans themselves, and exchange states with other ranks (`mail.cuh`).
 
     Attributes:
         mail: the mailboxes. before: what enters pieces ``[B, N, H, K, V]`` where no rank sends it; None: zero.
         entering: room for what enters the spans ``[B, NS, H, K, V]``. leaving: for what leaves the pieces.
-        keeps: whether that is wanted. composes: whether what all spans together do is found before anything comes:
+        keeps: whether that is wanted. composes: whether what spans together do is found before anything comes:
             ranks that train wait for each other. arrived: int32 ``[2, B, NS, H]``, what the launches say to each other.
     """
 
@@ -89,7 +89,7 @@ class SpanKernels(Protocol):
         ...
 
     def carries(self, call: Any, back: bool) -> bool:
-        """Whether they carry states of one piece a row from span to span and rank to rank themselves."""
+        """Whether they find what enters the spans of one piece a row themselves, and exchange states."""
         ...
 
     def maps(self, call: Any, train: bool, arrived: Tensor | None) -> SpanMaps:

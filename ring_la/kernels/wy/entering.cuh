@@ -38,7 +38,9 @@ INLINE void enter_span(float (&S)[16][4], const Args& a, const Span& x, int s, i
       take_in<8, false>(0, m, lanes, maps.stage(), w, lane);
       between_warps();
     } else {
-      while (!load_acquire(flag)) {}
+      if (w == 0 && lane == 0)
+        while (!load_acquire(flag)) {}
+      between_warps();
     }
   };
   auto tile = [&](int nt) {
@@ -82,7 +84,7 @@ INLINE void enter_span(float (&S)[16][4], const Args& a, const Span& x, int s, i
       maps.hold_first(0, p);
       maps.over(0, p, [&](int q, u32 map) {
         if (q) pass_on<FORWARD>(S, 0, map, maps.stage(), w, lane);
-        else read_map<FORWARD>(S, map, w, lane);
+        else read_map<FORWARD>(S, map, w, lane), proxy_fence();
         between_warps();
       });
       keep_map(S, at, w, lane);

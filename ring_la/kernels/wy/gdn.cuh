@@ -30,8 +30,9 @@ struct Args {
   float* extra;          // MAPS: what a half's tokens leave of no state, [count, H, 128 * 128]
   int* told;             // MAPS: the list of parts, see `Job`; zero at first
   u16* image;            // MAPS, forward: images of transitions, [count, H, 2 * 128 * 128]; null: nobody wants them
-  int* arrived;          // MAPS, MAILED: whether what enters spans is there, [count, H], zero at first; how many chunks at spans' ends
-                         // forget what enters them on this way, [count, H]. Not null: MAILED finds what leaves where there are some
+  int* arrived;          // MAPS, MAILED: of a piece's first span on this way whether what comes lies in `entering`, [count, H], zero at
+                         // first; how many chunks at spans' ends forget what enters them on this way, [count, H]. Not null: MAILED
+                         // finds what leaves where there are some
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 32 * 128], W of its tokens, see `tile_place`
   u16* kept_pairs;       // [chunks, heads, 2 * 32 * 32], N and P, see `pair_place`

@@ -16,7 +16,7 @@
 // tokens, two fetch states and find dB, eight carry dS transposed, [V, K]. A span that is not a piece's last starts up to
 // sixteen chunks late from zero where those forget what comes from the right (the bound of gdn.cuh), or with the piece's end;
 // else it waits for the span after it, going over its tokens three times as the forward does; or it is `given` what enters, which
-// comes of a scan over what a launch with MAPS finds, or (MAILED) is carried from span to span and rank to rank (mail.cuh).
+// comes of a scan over what a launch with MAPS finds, or (MAILED) is found of that by the span's own program (entering.cuh).
 #define WARPS 12
 #define PARTS 2 // a span's halves, the second one first
 #include "gdn.cuh"

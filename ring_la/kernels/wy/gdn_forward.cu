@@ -21,7 +21,7 @@
 // Programs take spans in order, so that one which waits waits for one that runs.
 //
 // Where states come from other ranks, one launch with MAPS finds what spans do to a state (maps.cuh), and another, `given`
-// what enters each, goes over them once, or (MAILED) carries it from span to span and rank to rank itself (mail.cuh).
+// what enters each, goes over them once, or (MAILED) finds that itself, and exchanges states with other ranks (entering.cuh).
 #define WARPS 16
 #define PARTS 4 // of each half what it adds, then its transition
 #include "gdn.cuh"

@@ -25,7 +25,8 @@ from ring_la.kernels.wy.span_launches import KeptChunks, SpanLaunches, States, h
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
 SCANNED = 7
-"""Chunks that finding a span's map and scanning over it, on two ranks one behind the other, take beside its tokens."""
+"""Chunks that finding a span's map and scanning over it, on two ranks one behind the other, take beside its tokens.
+Where launches find what enters spans themselves nothing is scanned over; lengths by this are those that were timed."""
 CARRYING = 6
 """Chunks that sending and taking a state are worth."""
 TOGETHER = 4

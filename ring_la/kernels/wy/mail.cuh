@@ -24,12 +24,13 @@ struct Mail {
   int* zero;                 // [count, H]: whether transitions are 0, and not there; KDA, [2, count, H]: of how many chunks at spans'
                              // ends, and on the way of gradients at their beginnings, that is found
   const float* before;       // [pieces, H, K, V]: what enters where no rank sends it; null: zero
-  float* entering;           // [count, H, K, V]: what enters spans
+  float* entering;           // [count, H, K, V]: what enters spans; of the delta rules what comes to the first, and else what those before
+                             // leave of nothing, as warps hold a state (entering.cuh)
   float* leaving;            // [pieces, H, K, V]: what leaves pieces
   int me, source, target;    // ranks; -1: none
   int ranks, lanes, room, flag; // how many ranks and lanes; words of a room and of a flag
   int keeps;                 // whether what leaves is wanted here
-  int composes;              // whether what all spans together do is found before anything comes
+  int composes;              // whether what spans together do is found before anything comes
 };
 
 INLINE bool leaves(const Mail& m) { return m.target >= 0 || m.keeps; }  // what leaves pieces is wanted

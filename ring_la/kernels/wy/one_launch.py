@@ -149,6 +149,8 @@ def unsupported(inputs: Inputs, packed: bool) -> str:
         return f"dtype {v.dtype}, head sizes {inputs.q.shape[-1]} and {v.shape[-1]}: the kernels take bf16 and {HEAD}"
     if inputs.q.dtype != v.dtype:
         return f"queries of {inputs.q.dtype} beside values of {v.dtype}"
+    if inputs.g is not None and inputs.g.shape[:2] != v.shape[:2]:
+        return "a gate that all tokens share"
     if packed and v.shape[0] > 1:
         return "packed pieces in several batch rows"
     if v.shape[0] * v.shape[1] == 0 or v.shape[0] * v.shape[1] >= 2**31:
@@ -178,11 +180,10 @@ class OneLaunch:
         return WYRecurrence.of(self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 
     @cached_property
-    def alone(self) -> ScannedSpans | None:
-        """What goes over one device's tokens in two launches each way, if that is faster."""
+    def spans(self) -> ScannedSpans:
+        """What goes over spans by the kernels of `launches.across`."""
         kernels = self.launches.across
-        if kernels is None or not self.use.saved or not self.launches.alone(self.inputs, self.cu):
-            return None
+        assert kernels is not None
         return ScannedSpans.of(kernels, self.rule.plain, self.inputs, self.cu, self.scale, self.use)
 
     @cached_property
@@ -193,7 +194,7 @@ class OneLaunch:
             return self.by_chunks
         if self.use.saved and not kernels.keeps(self.inputs, self.cu):
             return self.by_chunks
-        return ScannedSpans.of(kernels, self.rule.plain, self.inputs, self.cu, self.scale, self.use)
+        return self.spans
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[Any] | None = None) -> Summary[Any]:
         return self.across.summary(S0, through, known)
@@ -205,8 +206,8 @@ class OneLaunch:
         if summary is not None or border is not None:
             return self.across.output(S0, summary, border)
         S0 = None if S0 is None else S0.to(torch.float32)
-        if self.alone is not None:
-            return self.alone.output(S0, border=NO_NEIGHBOURS)
+        if self.use.saved and self.launches.alone(self.inputs, self.cu):
+            return self.spans.output(S0, border=NO_NEIGHBOURS)
         return self.launches.forward(self.inputs, self.cu, self.scale, S0, self.use)
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Any]:
@@ -219,9 +220,14 @@ class OneLaunch:
 
     def _back(self, backward: Backward) -> tuple[WYRecurrence | ScannedSpans, Backward]:
         """What the forward went by where states are exchanged, and what that takes."""
-        if isinstance(self.across, ScannedSpans) and self.across.has_left(backward.saved):
-            return self.across, backward
+        if self._left_by_spans(backward):
+            return self.spans, backward
         return self.by_chunks, _without_kept(backward)
+
+    def _left_by_spans(self, backward: Backward) -> bool:
+        """Whether the forward went over spans by the kernels of `launches.across`: what it has left says so."""
+        kernels = self.launches.across
+        return kernels is not None and ScannedSpans.has_left(kernels, backward.saved)
 
     def gradients(
         self,
@@ -233,8 +239,8 @@ class OneLaunch:
         if adjoint is not None or border is not None:
             which, backward = self._back(backward)
             return which.gradients(backward, dS_end, adjoint, border)
-        if self.alone is not None and self.alone.has_left(backward.saved):
-            return self.alone.gradients(backward, dS_end, border=NO_NEIGHBOURS)
+        if self._left_by_spans(backward):
+            return self.spans.gradients(backward, dS_end, border=NO_NEIGHBOURS)
         if bool(_without_kept(backward).saved) or not self.launches.enough(self.inputs):
             return self.by_chunks.gradients(_without_kept(backward), dS_end)
         return InputGradients(*self.launches.gradients(self.inputs, self.cu, self.scale, backward, dS_end))

@@ -16,8 +16,8 @@ class Passing(NamedTuple):
     of a span, images of the transitions of each first `half`, and `extra` room for what a part leaves. Of one whose
     spans wait what they combine, `together` at a time.
 
-    `mail`: as `mail.cuh` has it, of a launch that carries states from span to span and rank to rank; `arrived`, int32,
-    says which spans have what enters them, and is zero at first, by the launch before."""
+    `mail`: as `mail.cuh` has it, of a launch that finds what enters spans, and exchanges states with other ranks;
+    `arrived`, int32, is what its programs say to each other, and zero at first, by the launch before."""
 
     states: Tensor
     parts: Tensor | None = None

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 
 class NoNeighbours:
-    """The border of a call through which no state crosses, for kernels that exchange states themselves: they pass them
-    from span to span then."""
+    """The border of a call through which no state crosses, for kernels that exchange states themselves."""
 
     def __init__(self) -> None:
         self.key: Hashable = "no neighbours"
@@ -178,9 +177,10 @@ class ScannedSpans:
         of_transitions = left.zero, left.squares, left.image, left.half
         return SpanMaps(self.plan.rule.transition, self.plan.states_of_spans(), left.transition, True, *of_transitions)
 
-    def has_left(self, saved: tuple[Tensor | None, ...]) -> bool:
+    @staticmethod
+    def has_left(kernels: SpanKernels, saved: tuple[Tensor | None, ...]) -> bool:
         """Whether it is `output` that has left this for the gradients; one in chunks leaves more."""
-        return len(saved) == len(SpansLeft._fields) - 1 + self.kernels.left
+        return len(saved) == len(SpansLeft._fields) - 1 + kernels.left
 
     def entered(
         self,
