@@ -43,6 +43,8 @@ struct Fiber {
   int thread = 0;
   bool begun = false, over = false;
   const char* waits = "";
+  bool (*ready)(const void*) = nullptr;  // whether what it waits for is there; asked before it goes on
+  const void* of = nullptr;              // what `ready` is given
 };
 
 struct Program {
@@ -87,17 +89,23 @@ inline void write_late() {
   for (const Late& x : it().late_writes) memcpy(x.to, x.from, x.bytes);
   it().late_writes.clear();
 }
-template <class Ready> inline void wait_for(const char* what, Ready ready) {
-  it().now->waits = what;
-  while (!ready()) leave();
-  it().now->waits = "";
+template <class Ready> inline void wait_for(const char* what, const Ready& ready) {
+  if (!ready()) {
+    Fiber& f = *it().now;
+    f.waits = what;
+    f.ready = [](const void* of) { return (*(const Ready*)of)(); };
+    f.of = &ready;
+    leave();
+    f.waits = "";
+    f.ready = nullptr;
+  }
   it().progress++;
 }
 
 // All 32 threads of a warp: `work` gets what each gave, once.
 template <class Given, class Work> inline void together(const char* doing, Given& given, Work work) {
   Warp& w = here().warps[thread() / 32];
-  if (w.there && strcmp(w.doing, doing)) fail(std::string("a warp's threads do ") + w.doing + " and " + doing);
+  if (w.there && w.doing != doing && strcmp(w.doing, doing)) fail(std::string("a warp's threads do ") + w.doing + " and " + doing);
   w.doing = doing;
   w.given[thread() % 32] = &given;
   const uint64_t mine = w.generation;
@@ -197,8 +205,8 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
       std::iota(order.begin(), order.end(), 0);
       if (seed) std::shuffle(order.begin(), order.end(), draw);
       for (int t : order)
-        if (!p->fibers[t].over) {
-          resume(p->fibers[t]);
+        if (Fiber& f = p->fibers[t]; !f.over && (!f.ready || f.ready(f.of))) {
+          resume(f);
           if (!m.failure.empty()) return m.failure;
         }
     }
