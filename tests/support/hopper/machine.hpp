@@ -6,7 +6,6 @@
 // Included before everything else, since the kernels define macros of one letter.
 #pragma once
 #include <chrono>
-#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -35,22 +34,28 @@ struct Together { int there = 0, threads = 0; uint64_t generation = 0; };  // th
 
 struct Program;
 
+struct Place { void* words[5]; };  // what __builtin_setjmp keeps: where a function goes on, once it is jumped to
+
+struct Asked {
+  bool (*ready)(const void*);  // whether what a fiber waits for is there: it goes on then. None: it does not wait
+  const void* of;              // what `ready` is given
+};
+
 struct Fiber {
   ucontext_t start;
-  jmp_buf at;
+  Place at;
   std::unique_ptr<char[]> stack;
   Program* program = nullptr;
   int thread = 0;
   bool begun = false, over = false;
   const char* waits = "";
-  bool (*ready)(const void*) = nullptr;  // whether what it waits for is there; asked before it goes on
-  const void* of = nullptr;              // what `ready` is given
 };
 
 struct Program {
   int number;
   std::vector<char> shared;
   std::vector<Fiber> fibers;
+  std::vector<Asked> asked;  // of each fiber
   std::vector<Warp> warps;
   std::map<uint32_t, Bar> bars;
   Together barriers[16];  // by number; 0: __syncthreads
@@ -66,20 +71,25 @@ struct Machine {
   bool early = false;  // whether this launch began before that one had ended
   int programs = 0;    // of this launch
   Fiber* now = nullptr;
-  jmp_buf home;
+  Place home;
   uint64_t progress = 0;
   std::string failure;
   bool late = false;  // whether products of a warpgroup are made when they are waited for
 };
 
-inline Machine& it() { static Machine m; return m; }
+static Machine the_machine;
+inline Machine& it() { return the_machine; }
 inline Program& here() { return *it().now->program; }
 inline int thread() { return it().now->thread; }
 
-inline void leave() { if (!_setjmp(it().now->at)) _longjmp(it().home, 1); }
-[[noreturn]] inline void fail(std::string text) {
+// In a function of its own, and no compiler may look through those that come back by it.
+[[noreturn]] __attribute__((noipa)) inline void jump(Place& to) { __builtin_longjmp(to.words, 1); }
+__attribute__((noipa)) inline void leave() {
+  if (!__builtin_setjmp(it().now->at.words)) jump(it().home);
+}
+[[noreturn]] __attribute__((noinline)) inline void fail(std::string text) {
   it().failure = "program " + std::to_string(here().number) + ", thread " + std::to_string(thread()) + ": " + text;
-  _longjmp(it().home, 2);
+  jump(it().home);
 }
 // What the launch before writes is asked for.
 inline void written_before() {
@@ -92,12 +102,12 @@ inline void write_late() {
 template <class Ready> inline void wait_for(const char* what, const Ready& ready) {
   if (!ready()) {
     Fiber& f = *it().now;
+    Asked& asked = f.program->asked[f.thread];
     f.waits = what;
-    f.ready = [](const void* of) { return (*(const Ready*)of)(); };
-    f.of = &ready;
+    asked = {[](const void* of) { return (*(const Ready*)of)(); }, &ready};
     leave();
     f.waits = "";
-    f.ready = nullptr;
+    asked = {};
   }
   it().progress++;
 }
@@ -132,10 +142,12 @@ inline void barrier(int number, int threads, const char* what) {
   b.there = 0; b.generation++; it().progress++;
 }
 
+[[noreturn]] __attribute__((noinline)) inline void outside(uint32_t address, uint32_t bytes) {
+  fail("shared memory " + std::to_string(address) + ", " + std::to_string(bytes) + " bytes of " + std::to_string(here().shared.size()));
+}
 inline char* at(uint32_t address, uint32_t bytes, uint32_t aligned = 1) {
   auto& s = here().shared;
-  if (address < BASE || address + bytes > BASE + s.size() || address % aligned)
-    fail("shared memory " + std::to_string(address) + ", " + std::to_string(bytes) + " bytes of " + std::to_string(s.size()));
+  if (address < BASE || address + bytes > BASE + s.size() || address % aligned) outside(address, bytes);
   return s.data() + (address - BASE);
 }
 
@@ -154,19 +166,18 @@ inline void settle(Bar& b) {
 inline void body() {
   it().kernel();
   it().now->over = true;
+  here().asked[thread()] = {[](const void*) { return false; }, nullptr};
   here().over++;
   it().progress++;
-  _longjmp(it().home, 1);
+  jump(it().home);
 }
 
-inline void resume(Fiber& f) {
+__attribute__((noipa)) inline void resume(Fiber& f) {
   it().now = &f;
-  const int came = _setjmp(it().home);
-  if (came == 0) {
-    if (f.begun) _longjmp(f.at, 1);
-    f.begun = true;
-    setcontext(&f.start);
-  }
+  if (__builtin_setjmp(it().home.words)) return;
+  if (f.begun) jump(f.at);
+  f.begun = true;
+  setcontext(&f.start);
 }
 
 // `programs` of `threads` each, `beside` of them at a time. An empty string, or what failed.
@@ -187,6 +198,7 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
       p->shared.assign(shared, (char)0xff);  // NaN
       p->warps.resize(threads / 32);
       p->fibers.resize(threads);
+      p->asked.resize(threads);
       for (int t = 0; t < threads; t++) {
         Fiber& f = p->fibers[t];
         f.program = p.get();
@@ -205,8 +217,8 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
       std::iota(order.begin(), order.end(), 0);
       if (seed) std::shuffle(order.begin(), order.end(), draw);
       for (int t : order)
-        if (Fiber& f = p->fibers[t]; !f.over && (!f.ready || f.ready(f.of))) {
-          resume(f);
+        if (const Asked& asked = p->asked[t]; !asked.ready || asked.ready(asked.of)) {
+          resume(p->fibers[t]);
           if (!m.failure.empty()) return m.failure;
         }
     }
