@@ -108,11 +108,9 @@ INLINE void stm_trans(const u32* r, u32 a) { Tiles t{(u32*)r, a}; machine::toget
 
 INLINE void bar_init(u32 a, int n) {
   machine::at(a, 8, 8);
-  machine::Bar& b = machine::here().bars[a];
-  b = machine::Bar();
-  b.count = b.pending = (u32)n;
+  machine::new_bar(a, (u32)n);
 }
-INLINE void bar_over(u32 a) { machine::here().bars.erase(a); }
+INLINE void bar_over(u32 a) { machine::bar(a) = machine::Bar(); }
 INLINE void bars_ready() {}
 INLINE void add_release(int* p, int x) { atomicAdd(p, x); }
 INLINE void bar_arrive(u32 a) {

@@ -3,18 +3,15 @@
 // an error with the place where each warp waits. `seed` draws the order of the threads, so that what needs a barrier and
 // has none is found by other orders.
 //
-// Included before everything else, since the kernels define macros of one letter.
+// Included before everything else, since the kernels define macros of one letter. Headers that take long to compile are not
+// asked for: every kernel is compiled with this.
 #pragma once
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <cmath>
-#include <functional>
-#include <map>
 #include <memory>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 #include <ucontext.h>
@@ -26,7 +23,7 @@ constexpr size_t STACK = 256 * 1024;
 
 struct Failure { std::string text; };
 
-struct Bar { uint32_t count = 0, pending = 0, phase = 0; int64_t bytes = 0; };
+struct Bar { uint32_t address = 0, count = 0, pending = 0, phase = 0; int64_t bytes = 0; };  // address 0: none
 
 struct Warp { const void* given[32]; const char* doing = nullptr; int there = 0; uint64_t generation = 0; };
 
@@ -57,7 +54,7 @@ struct Program {
   std::vector<Fiber> fibers;
   std::vector<Asked> asked;  // of each fiber
   std::vector<Warp> warps;
-  std::map<uint32_t, Bar> bars;
+  Bar bars[256];
   Together barriers[16];  // by number; 0: __syncthreads
   int over = 0;
   bool waited = false;  // whether a thread of it has waited for the launch before
@@ -66,7 +63,8 @@ struct Program {
 struct Late { void* to; const void* from; uint64_t bytes; };
 
 struct Machine {
-  std::function<void()> kernel;
+  void (*start)(const void*);  // the kernel, given `kernel`
+  const void* kernel;
   std::vector<Late> late_writes;  // of the launch before, made as late as they may be: when a thread waits for it
   bool early = false;  // whether this launch began before that one had ended
   int programs = 0;    // of this launch
@@ -151,10 +149,21 @@ inline char* at(uint32_t address, uint32_t bytes, uint32_t aligned = 1) {
   return s.data() + (address - BASE);
 }
 
+inline Bar* find_bar(uint32_t address) {
+  for (Bar& b : here().bars)
+    if (b.address == address) return &b;
+  return nullptr;
+}
+[[noreturn]] __attribute__((noinline)) inline void no_bar(uint32_t address) { fail("no barrier at " + std::to_string(address)); }
 inline Bar& bar(uint32_t address) {
-  auto found = here().bars.find(address);
-  if (found == here().bars.end()) fail("no barrier at " + std::to_string(address));
-  return found->second;
+  Bar* found = find_bar(address);
+  if (!found) no_bar(address);
+  return *found;
+}
+inline void new_bar(uint32_t address, uint32_t count) {
+  Bar* b = find_bar(address);
+  if (!b && !(b = find_bar(0))) fail("more barriers than this machine has");
+  *b = Bar{address, count, count};
 }
 inline void settle(Bar& b) {
   if (b.pending || b.bytes) return;
@@ -164,7 +173,7 @@ inline void settle(Bar& b) {
 }
 
 inline void body() {
-  it().kernel();
+  it().start(it().kernel);
   it().now->over = true;
   here().asked[thread()] = {[](const void*) { return false; }, nullptr};
   here().over++;
@@ -180,14 +189,23 @@ __attribute__((noipa)) inline void resume(Fiber& f) {
   setcontext(&f.start);
 }
 
+inline uint32_t drawn(uint32_t& seed) {  // the next of a sequence (xorshift)
+  seed ^= seed << 13;
+  seed ^= seed >> 17;
+  return seed ^= seed << 5;
+}
+
 // `programs` of `threads` each, `beside` of them at a time. An empty string, or what failed.
-inline std::string run(std::function<void()> kernel, int programs, int threads, int shared, int beside, unsigned seed) {
-  it().programs = programs;
+template <class Kernel>
+std::string run(const Kernel& kernel, int programs, int threads, int shared, int beside, unsigned seed) {
   Machine& m = it();
-  m.kernel = kernel;
+  m.programs = programs;
+  m.start = [](const void* of) { (*(const Kernel*)of)(); };
+  m.kernel = &kernel;
   m.failure = "";
   std::vector<std::unique_ptr<Program>> running;
-  std::mt19937 draw(seed);
+  std::vector<std::unique_ptr<char[]>> stacks;  // of programs that are over
+  std::vector<int> order(threads);
   int next = 0;
   uint64_t seen = m.progress;
   int still = 0;
@@ -203,7 +221,9 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
         Fiber& f = p->fibers[t];
         f.program = p.get();
         f.thread = t;
-        f.stack.reset(new char[STACK]);
+        if (stacks.empty()) stacks.emplace_back(new char[STACK]);
+        f.stack = std::move(stacks.back());
+        stacks.pop_back();
         getcontext(&f.start);
         f.start.uc_stack.ss_sp = f.stack.get();
         f.start.uc_stack.ss_size = STACK;
@@ -213,9 +233,8 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
       running.push_back(std::move(p));
     }
     for (auto& p : running) {
-      std::vector<int> order(threads);
-      std::iota(order.begin(), order.end(), 0);
-      if (seed) std::shuffle(order.begin(), order.end(), draw);
+      for (int t = 0; t < threads; t++) order[t] = t;
+      for (int t = threads; seed && t > 1; t--) std::swap(order[t - 1], order[drawn(seed) % t]);
       for (int t : order)
         if (const Asked& asked = p->asked[t]; !asked.ready || asked.ready(asked.of)) {
           resume(p->fibers[t]);
@@ -223,7 +242,10 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
         }
     }
     for (size_t i = running.size(); i-- > 0;)
-      if (running[i]->over == threads) running.erase(running.begin() + i);
+      if (running[i]->over == threads) {
+        for (Fiber& f : running[i]->fibers) stacks.push_back(std::move(f.stack));
+        running.erase(running.begin() + i);
+      }
     still = m.progress == seen ? still + 1 : 0;
     seen = m.progress;
     if (still > 1000) {
