@@ -1,9 +1,10 @@
-"""Checks the reference functions share: a bad argument raises `ArgumentError`, naming what was expected and came."""
+"""What the reference functions share: checks, of which a bad argument raises `ArgumentError`, naming what was expected
+and came; and documents, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,11 @@ class Document(NamedTuple):
     rows: slice
     """Its rows of the batch."""
     tokens: slice
+
+    def each(self, *x: Tensor | None) -> Iterator[tuple[Any, ...]]:
+        """Its tokens, one after the other, of each of these ``[B, T, …]``; None of a None. All of a tensor's are made
+        at once: the gradient of ``x[:, t]`` alone is as long as `x`."""
+        return zip(*(repeat(None) if t is None else t[self.rows, self.tokens].unbind(1) for t in x))
 
 
 def documents(batch: int, tokens: int, cu_seqlens: Tensor | Sequence[int] | None) -> list[Document]:

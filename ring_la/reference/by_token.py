@@ -86,15 +86,16 @@ def run(loop: Loop, given: Mapping[str, Any], options: LoopOptions) -> LinearAtt
     if options.use_qk_l2norm:
         x |= {n: x[n] * torch.rsqrt((x[n] ** 2).sum(-1, keepdim=True) + 1e-6) for n in (*loop.queries, *loop.keys)}
     x |= {n: scale * x[n] for n in loop.queries}
+    along = {n: t for n, t in x.items() if "T" in loop.shapes[n]}
+    shared = {n: t for n, t in x.items() if n not in along}
     outputs, states = [], []
     spans = documents(sizes["B"], sizes["T"], options.cu_seqlens)
     start = _start(loop, options.initial_state, spans[-1].states.stop, sizes, next(iter(x.values())))
     for d in spans:
         S: State = tuple(part[d.states] for part in start)
         S = S[0] if len(S) == 1 else S
-        for t in range(d.tokens.start, d.tokens.stop):
-            brought = {n: v[d.rows, t] if "T" in loop.shapes[n] else v for n, v in x.items()}
-            S, o = loop.token(S, **brought, **flags)
+        for here in d.each(*along.values()):
+            S, o = loop.token(S, **shared, **dict(zip(along, here)), **flags)
             outputs.append(o if loop.queries else scale * o)
         states.append(S if isinstance(S, tuple) else (S,))
     final: Any = tuple(torch.cat(parts) for parts in zip(*states))

@@ -134,15 +134,13 @@ def token_loop(r: TokenLoop, options: LoopOptions) -> LinearAttentionOutput:
 
 def _document(r: TokenLoop, S: Tensor, q: Tensor, token: Sequence[Any], document: Document) -> tuple[Tensor, Tensor]:
     """Sᵀ q of a document's tokens ``[N, T, H, V]``, and the state after them, given the state `S` before."""
-    rows, span = document.rows, document.tokens
     outputs = [S.new_zeros(len(S), 0, S.shape[1], S.shape[3])]
-    for t in range(span.start, span.stop):
-        here: list[Any] = [None if x is None else x[rows, t] for x in token]
+    for query, *here in document.each(q, *token):
         S = step(r.rule, S, *here)
         if r.causal:
-            outputs.append(read(q[rows, t], S)[:, None])
+            outputs.append(read(query, S)[:, None])
     if not r.causal:
-        outputs.append(read(q[rows, span], S[:, None]))
+        outputs.append(read(q[document.rows, document.tokens], S[:, None]))
     return torch.cat(outputs, dim=1), S
 
 

@@ -60,10 +60,10 @@ def short_conv(
 def _convolve(x: Tensor, taps: Tensor, initial_state: Tensor, spans: Sequence[Document]) -> tuple[Tensor, Tensor]:
     """Σ_j taps[:, j] · x_{t−W+1+j} for each token ``[B, T, D]``, and each document's last inputs ``[N, D, W − 1]``."""
     outputs, states = [x.new_zeros(x.shape[0], 0, x.shape[2])], []
-    for document, rows, tokens in spans:
-        tail = initial_state[document]
-        for t in range(tokens.start, tokens.stop):
-            seen = torch.cat([tail, x[rows, t, :, None]], dim=-1)
+    for document in spans:
+        tail = initial_state[document.states]
+        for (token,) in document.each(x):
+            seen = torch.cat([tail, token[..., None]], dim=-1)
             outputs.append((taps * seen).sum(-1)[:, None])
             tail = seen[..., 1:]
         states.append(tail)
@@ -96,11 +96,11 @@ def token_shift(
     expect_shape("initial_state", initial_state, N=N, D=D)
 
     outputs, states = [flat.new_zeros(B, 0, D)], []
-    for document, rows, tokens in spans:
-        last = initial_state[document].double()
-        for t in range(tokens.start, tokens.stop):
+    for document in spans:
+        last = initial_state[document.states].double()
+        for (token,) in document.each(flat):
             outputs.append(last[:, None])
-            last = flat[rows, t]
+            last = token
         states.append(last)
     return TokenShiftOutput(torch.cat(outputs, 1).view(x.shape), torch.cat(states) if output_final_state else None)
 

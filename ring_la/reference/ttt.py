@@ -56,15 +56,14 @@ def ttt_linear(
         W, c, dW, dc = (x[d.states] for x in given)
         end, last = W, c
         begin = first[number] if isinstance(first, tuple) else first
-        for n, t in enumerate(range(d.tokens.start, d.tokens.stop), begin):
+        for n, (query, key, value, size) in enumerate(d.each(q, k, v, eta), begin):
             if n % mini_batch == 0:
                 W, c, dW, dc = end, last, torch.zeros_like(W), torch.zeros_like(c)
-            key = k[d.rows, t]
-            step = inner(W, c, key, v[d.rows, t] - key)
+            step = inner(W, c, key, value - key)
             dW, dc = dW + step[0], dc + step[1]
-            rate = eta[d.rows, t][..., None]
+            rate = size[..., None]
             end, last = W - rate[..., None] * dW, c - rate * dc
-            z = torch.einsum("nhk,nhkv->nhv", q[d.rows, t], end) + last
+            z = torch.einsum("nhk,nhkv->nhv", query, end) + last
             outputs.append(z + normal(z))
         if (begin + d.tokens.stop - d.tokens.start) % mini_batch == 0:
             W, c, dW, dc = end, last, torch.zeros_like(W), torch.zeros_like(c)

@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_la import reference
+from tests.support.recurrence_cases import BY_NAME, make_inputs
 
 from .inputs import (
     HK,
@@ -247,3 +249,32 @@ def test_low_precision_inputs_are_computed_in_fp64():
     out = run("kda", x, output_final_state=True)
     assert out.o.dtype == out.final_state.dtype == torch.float64
     close(out.o, run("kda", {n: t.double() for n, t in x.items()}).o)
+
+
+class Made(TorchDispatchMode):
+    """Counts the numbers of all tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        self.numbers += out.numel() if isinstance(out, torch.Tensor) else 0
+        return out
+
+
+@pytest.mark.parametrize("name", ["gla", "comba", "ttt_linear", "token_shift", "short_conv"])
+def test_twice_the_tokens_take_twice_the_work(name):
+    """Backward, too: no token's gradient is a tensor of all tokens."""
+    made = []
+    for length in (64, 128):
+        if name in BY_NAME:
+            x = make_inputs(name, 1, length, 1, 2, 2)
+        else:
+            x = {"x": rand(1, length, 2).requires_grad_()} | ({"weight": rand(2, 3)} if name == "short_conv" else {})
+        o = getattr(reference, name)(**x).o
+        with Made() as of:
+            o.sum().backward()
+        made.append(of.numbers)
+    assert made[1] < 2.1 * made[0]

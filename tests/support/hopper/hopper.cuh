@@ -48,10 +48,10 @@ INLINE u32 warp_max(u32 x) {
   }
   return x;
 }
-template <bool FP16> INLINE float number_at(u32 a) {
-  u16 x;
-  memcpy(&x, machine::at(a, 2, 2), 2);
-  return lo<FP16>(x);
+template <bool FP16> INLINE void eight_at(u32 a, float* to, int step) {
+  u16 x[8];
+  memcpy(x, machine::at(a, 16, 16), 16);
+  for (int i = 0; i < 8; i++) to[i * step] = lo<FP16>(x[i]);
 }
 
 // -- shared memory -------------------------------------------------------------------------------------------------
@@ -108,11 +108,9 @@ INLINE void stm_trans(const u32* r, u32 a) { Tiles t{(u32*)r, a}; machine::toget
 
 INLINE void bar_init(u32 a, int n) {
   machine::at(a, 8, 8);
-  machine::Bar& b = machine::here().bars[a];
-  b = machine::Bar();
-  b.count = b.pending = (u32)n;
+  machine::new_bar(a, (u32)n);
 }
-INLINE void bar_over(u32 a) { machine::here().bars.erase(a); }
+INLINE void bar_over(u32 a) { machine::bar(a) = machine::Bar(); }
 INLINE void bars_ready() {}
 INLINE void add_release(int* p, int x) { atomicAdd(p, x); }
 INLINE void bar_arrive(u32 a) {
@@ -176,24 +174,42 @@ template <int N> INLINE void registers_up() {}
 // -- products ------------------------------------------------------------------------------------------------------
 
 struct Product { float* c; const u32* a; u32 b0, b1; };
-// Element (row, k) of a 16 x 16 operand in the registers of 32 lanes
-template <bool FP16, class Given> INLINE float of_left(Given** g, int row, int k) {
-  const u32 x = g[(row & 7) * 4 + (k & 7) / 2]->a[(row >> 3) + 2 * (k >> 3)];
-  return k & 1 ? hi<FP16>(x) : lo<FP16>(x);
+// A 16 x 16 operand in the registers of 32 lanes
+template <bool FP16, class Given> INLINE void left_of(Given** g, float (*x)[16]) {
+  for (int lane = 0; lane < 32; lane++)
+    for (int i = 0; i < 4; i++) {
+      float* to = &x[(lane >> 2) + 8 * (i & 1)][2 * (lane & 3) + 8 * (i >> 1)];
+      to[0] = lo<FP16>(g[lane]->a[i]);
+      to[1] = hi<FP16>(g[lane]->a[i]);
+    }
+}
+// The sums over k of x [k] y [k][n], 4 of n at a time
+typedef float Four __attribute__((vector_size(16)));
+template <int K, int N> INLINE void row_times(const float* x, const float (*y)[N], float* to) {
+  Four sum[N / 4] = {};
+  for (int k = 0; k < K; k++)
+    for (int i = 0; i < N / 4; i++) {
+      Four right;
+      memcpy(&right, y[k] + 4 * i, 16);
+      sum[i] += x[k] * right;
+    }
+  memcpy(to, sum, sizeof sum);
 }
 template <bool FP16 = false> INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
   Product mine{c, a, b0, b1};
   machine::together("mma", mine, [](Product** g) {
-    for (int row = 0; row < 16; row++)
-      for (int n = 0; n < 8; n++) {
-        float sum = 0.f;
-        for (int k = 0; k < 16; k++) {
-          const Product& p = *g[n * 4 + (k & 7) / 2];
-          const u32 y = k < 8 ? p.b0 : p.b1;
-          sum += of_left<FP16>(g, row, k) * (k & 1 ? hi<FP16>(y) : lo<FP16>(y));
-        }
-        g[(row & 7) * 4 + n / 2]->c[2 * (row >> 3) + (n & 1)] += sum;
+    float x[16][16], y[16][8], z[8];
+    left_of<FP16>(g, x);
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 2; i++) {
+        const u32 right = i ? g[lane]->b1 : g[lane]->b0;
+        y[2 * (lane & 3) + 8 * i][lane >> 2] = lo<FP16>(right);
+        y[2 * (lane & 3) + 8 * i + 1][lane >> 2] = hi<FP16>(right);
       }
+    for (int row = 0; row < 16; row++) {
+      row_times<16, 8>(x[row], y, z);
+      for (int n = 0; n < 8; n++) g[(row & 7) * 4 + n / 2]->c[2 * (row >> 3) + (n & 1)] += z[n];
+    }
   });
 }
 
@@ -219,13 +235,14 @@ INLINE void mma_tf32(float* c, const u32* a, u32 b0, u32 b1) {
 INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {
   return (u64)((at & 0x3ffff) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(stride >> 4) << 32) | (1ull << 62);
 }
-// Where element k of row (or column) n of an operand in shared memory lies: `along` k, rows of 128 bytes, or along n.
-template <bool FP16> INLINE float of_shared(u64 d, int n, int k, bool along_n) {
+// Where element k of row (or column) n of an operand in shared memory lies: `along` k, rows of 128 bytes, or along n. Eight
+// in that direction are neighbours.
+INLINE u32 place(u64 d, int n, int k, bool along_n) {
   const u32 start = (u32)(d & 0x3fff) << 4, lead = (u32)(d >> 16 & 0x3fff) << 4, stride = (u32)(d >> 32 & 0x3fff) << 4;
   if (d >> 62 != 1) machine::fail("a descriptor without 128-byte swizzle");
-  u32 a = along_n ? start + (n / 64) * lead + (n % 64) * 2 + (k / 8) * stride + (k % 8) * 128
-                  : start + (n / 8) * stride + (n % 8) * 128 + k * 2;
-  return number_at<FP16>(a ^ ((a >> 7 & 7) << 4));
+  const u32 a = along_n ? start + (n / 64) * lead + (n % 64) * 2 + (k / 8) * stride + (k % 8) * 128
+                        : start + (n / 8) * stride + (n % 8) * 128 + k * 2;
+  return a ^ ((a >> 7 & 7) << 4);
 }
 
 struct Wide { float* d; const u32* a; u64 left, right; int more; };
@@ -234,19 +251,26 @@ template <int N, bool along_n, bool FP16 = false> INLINE void wide(float* d, con
   Wide mine{d, a, left, right, more};
   machine::together("wgmma", mine, [](Wide** g) {
     const int rows = (machine::thread() / 32 & 3) * 16;
-    float x[16][16], y[16][N];
-    for (int k = 0; k < 16; k++) {
-      for (int m = 0; m < 16; m++) x[m][k] = g[0]->a ? of_left<FP16>(g, m, k) : of_shared<FP16>(g[0]->left, rows + m, k, true);
-      for (int n = 0; n < N; n++) y[k][n] = of_shared<FP16>(g[0]->right, n, k, along_n);
+    float x[16][16], y[16][N], z[N];
+    if (g[0]->a) left_of<FP16>(g, x);
+    else
+      for (int k = 0; k < 16; k++)
+        for (int m = 0; m < 16; m += 8) eight_at<FP16>(place(g[0]->left, rows + m, k, true), &x[m][k], 16);
+    if (along_n) {
+      for (int k = 0; k < 16; k++)
+        for (int n = 0; n < N; n += 8) eight_at<FP16>(place(g[0]->right, n, k, true), &y[k][n], 1);
+    } else {
+      for (int n = 0; n < N; n++)
+        for (int k = 0; k < 16; k += 8) eight_at<FP16>(place(g[0]->right, n, k, false), &y[k][n], N);
     }
-    for (int m = 0; m < 16; m++)
+    for (int m = 0; m < 16; m++) {
+      row_times<16, N>(x[m], y, z);
       for (int n = 0; n < N; n++) {
-        float sum = 0.f;
-        for (int k = 0; k < 16; k++) sum += x[m][k] * y[k][n];
         Wide& p = *g[(m & 7) * 4 + (n & 7) / 2];
         float& to = p.d[(n / 8) * 4 + 2 * (m >> 3) + (n & 1)];
-        to = p.more ? to + sum : sum;
+        to = p.more ? to + z[n] : z[n];
       }
+    }
   });
 }
 INLINE void wg_fence() {}

@@ -3,19 +3,15 @@
 // an error with the place where each warp waits. `seed` draws the order of the threads, so that what needs a barrier and
 // has none is found by other orders.
 //
-// Included before everything else, since the kernels define macros of one letter.
+// Included before everything else, since the kernels define macros of one letter. Headers that take long to compile are not
+// asked for: every kernel is compiled with this.
 #pragma once
 #include <chrono>
-#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <cmath>
-#include <functional>
-#include <map>
 #include <memory>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 #include <ucontext.h>
@@ -27,7 +23,7 @@ constexpr size_t STACK = 256 * 1024;
 
 struct Failure { std::string text; };
 
-struct Bar { uint32_t count = 0, pending = 0, phase = 0; int64_t bytes = 0; };
+struct Bar { uint32_t address = 0, count = 0, pending = 0, phase = 0; int64_t bytes = 0; };  // address 0: none
 
 struct Warp { const void* given[32]; const char* doing = nullptr; int there = 0; uint64_t generation = 0; };
 
@@ -35,9 +31,16 @@ struct Together { int there = 0, threads = 0; uint64_t generation = 0; };  // th
 
 struct Program;
 
+struct Place { void* words[5]; };  // what __builtin_setjmp keeps: where a function goes on, once it is jumped to
+
+struct Asked {
+  bool (*ready)(const void*);  // whether what a fiber waits for is there: it goes on then. None: it does not wait
+  const void* of;              // what `ready` is given
+};
+
 struct Fiber {
   ucontext_t start;
-  jmp_buf at;
+  Place at;
   std::unique_ptr<char[]> stack;
   Program* program = nullptr;
   int thread = 0;
@@ -49,8 +52,9 @@ struct Program {
   int number;
   std::vector<char> shared;
   std::vector<Fiber> fibers;
+  std::vector<Asked> asked;  // of each fiber
   std::vector<Warp> warps;
-  std::map<uint32_t, Bar> bars;
+  Bar bars[256];
   Together barriers[16];  // by number; 0: __syncthreads
   int over = 0;
   bool waited = false;  // whether a thread of it has waited for the launch before
@@ -59,25 +63,31 @@ struct Program {
 struct Late { void* to; const void* from; uint64_t bytes; };
 
 struct Machine {
-  std::function<void()> kernel;
+  void (*start)(const void*);  // the kernel, given `kernel`
+  const void* kernel;
   std::vector<Late> late_writes;  // of the launch before, made as late as they may be: when a thread waits for it
   bool early = false;  // whether this launch began before that one had ended
   int programs = 0;    // of this launch
   Fiber* now = nullptr;
-  jmp_buf home;
+  Place home;
   uint64_t progress = 0;
   std::string failure;
   bool late = false;  // whether products of a warpgroup are made when they are waited for
 };
 
-inline Machine& it() { static Machine m; return m; }
+static Machine the_machine;
+inline Machine& it() { return the_machine; }
 inline Program& here() { return *it().now->program; }
 inline int thread() { return it().now->thread; }
 
-inline void leave() { if (!_setjmp(it().now->at)) _longjmp(it().home, 1); }
-[[noreturn]] inline void fail(std::string text) {
+// In a function of its own, and no compiler may look through those that come back by it.
+[[noreturn]] __attribute__((noipa)) inline void jump(Place& to) { __builtin_longjmp(to.words, 1); }
+__attribute__((noipa)) inline void leave() {
+  if (!__builtin_setjmp(it().now->at.words)) jump(it().home);
+}
+[[noreturn]] __attribute__((noinline)) inline void fail(std::string text) {
   it().failure = "program " + std::to_string(here().number) + ", thread " + std::to_string(thread()) + ": " + text;
-  _longjmp(it().home, 2);
+  jump(it().home);
 }
 // What the launch before writes is asked for.
 inline void written_before() {
@@ -87,17 +97,23 @@ inline void write_late() {
   for (const Late& x : it().late_writes) memcpy(x.to, x.from, x.bytes);
   it().late_writes.clear();
 }
-template <class Ready> inline void wait_for(const char* what, Ready ready) {
-  it().now->waits = what;
-  while (!ready()) leave();
-  it().now->waits = "";
+template <class Ready> inline void wait_for(const char* what, const Ready& ready) {
+  if (!ready()) {
+    Fiber& f = *it().now;
+    Asked& asked = f.program->asked[f.thread];
+    f.waits = what;
+    asked = {[](const void* of) { return (*(const Ready*)of)(); }, &ready};
+    leave();
+    f.waits = "";
+    asked = {};
+  }
   it().progress++;
 }
 
 // All 32 threads of a warp: `work` gets what each gave, once.
 template <class Given, class Work> inline void together(const char* doing, Given& given, Work work) {
   Warp& w = here().warps[thread() / 32];
-  if (w.there && strcmp(w.doing, doing)) fail(std::string("a warp's threads do ") + w.doing + " and " + doing);
+  if (w.there && w.doing != doing && strcmp(w.doing, doing)) fail(std::string("a warp's threads do ") + w.doing + " and " + doing);
   w.doing = doing;
   w.given[thread() % 32] = &given;
   const uint64_t mine = w.generation;
@@ -124,17 +140,30 @@ inline void barrier(int number, int threads, const char* what) {
   b.there = 0; b.generation++; it().progress++;
 }
 
+[[noreturn]] __attribute__((noinline)) inline void outside(uint32_t address, uint32_t bytes) {
+  fail("shared memory " + std::to_string(address) + ", " + std::to_string(bytes) + " bytes of " + std::to_string(here().shared.size()));
+}
 inline char* at(uint32_t address, uint32_t bytes, uint32_t aligned = 1) {
   auto& s = here().shared;
-  if (address < BASE || address + bytes > BASE + s.size() || address % aligned)
-    fail("shared memory " + std::to_string(address) + ", " + std::to_string(bytes) + " bytes of " + std::to_string(s.size()));
+  if (address < BASE || address + bytes > BASE + s.size() || address % aligned) outside(address, bytes);
   return s.data() + (address - BASE);
 }
 
+inline Bar* find_bar(uint32_t address) {
+  for (Bar& b : here().bars)
+    if (b.address == address) return &b;
+  return nullptr;
+}
+[[noreturn]] __attribute__((noinline)) inline void no_bar(uint32_t address) { fail("no barrier at " + std::to_string(address)); }
 inline Bar& bar(uint32_t address) {
-  auto found = here().bars.find(address);
-  if (found == here().bars.end()) fail("no barrier at " + std::to_string(address));
-  return found->second;
+  Bar* found = find_bar(address);
+  if (!found) no_bar(address);
+  return *found;
+}
+inline void new_bar(uint32_t address, uint32_t count) {
+  Bar* b = find_bar(address);
+  if (!b && !(b = find_bar(0))) fail("more barriers than this machine has");
+  *b = Bar{address, count, count};
 }
 inline void settle(Bar& b) {
   if (b.pending || b.bytes) return;
@@ -144,31 +173,39 @@ inline void settle(Bar& b) {
 }
 
 inline void body() {
-  it().kernel();
+  it().start(it().kernel);
   it().now->over = true;
+  here().asked[thread()] = {[](const void*) { return false; }, nullptr};
   here().over++;
   it().progress++;
-  _longjmp(it().home, 1);
+  jump(it().home);
 }
 
-inline void resume(Fiber& f) {
+__attribute__((noipa)) inline void resume(Fiber& f) {
   it().now = &f;
-  const int came = _setjmp(it().home);
-  if (came == 0) {
-    if (f.begun) _longjmp(f.at, 1);
-    f.begun = true;
-    setcontext(&f.start);
-  }
+  if (__builtin_setjmp(it().home.words)) return;
+  if (f.begun) jump(f.at);
+  f.begun = true;
+  setcontext(&f.start);
+}
+
+inline uint32_t drawn(uint32_t& seed) {  // the next of a sequence (xorshift)
+  seed ^= seed << 13;
+  seed ^= seed >> 17;
+  return seed ^= seed << 5;
 }
 
 // `programs` of `threads` each, `beside` of them at a time. An empty string, or what failed.
-inline std::string run(std::function<void()> kernel, int programs, int threads, int shared, int beside, unsigned seed) {
-  it().programs = programs;
+template <class Kernel>
+std::string run(const Kernel& kernel, int programs, int threads, int shared, int beside, unsigned seed) {
   Machine& m = it();
-  m.kernel = kernel;
+  m.programs = programs;
+  m.start = [](const void* of) { (*(const Kernel*)of)(); };
+  m.kernel = &kernel;
   m.failure = "";
   std::vector<std::unique_ptr<Program>> running;
-  std::mt19937 draw(seed);
+  std::vector<std::unique_ptr<char[]>> stacks;  // of programs that are over
+  std::vector<int> order(threads);
   int next = 0;
   uint64_t seen = m.progress;
   int still = 0;
@@ -179,11 +216,14 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
       p->shared.assign(shared, (char)0xff);  // NaN
       p->warps.resize(threads / 32);
       p->fibers.resize(threads);
+      p->asked.resize(threads);
       for (int t = 0; t < threads; t++) {
         Fiber& f = p->fibers[t];
         f.program = p.get();
         f.thread = t;
-        f.stack.reset(new char[STACK]);
+        if (stacks.empty()) stacks.emplace_back(new char[STACK]);
+        f.stack = std::move(stacks.back());
+        stacks.pop_back();
         getcontext(&f.start);
         f.start.uc_stack.ss_sp = f.stack.get();
         f.start.uc_stack.ss_size = STACK;
@@ -193,17 +233,19 @@ inline std::string run(std::function<void()> kernel, int programs, int threads, 
       running.push_back(std::move(p));
     }
     for (auto& p : running) {
-      std::vector<int> order(threads);
-      std::iota(order.begin(), order.end(), 0);
-      if (seed) std::shuffle(order.begin(), order.end(), draw);
+      for (int t = 0; t < threads; t++) order[t] = t;
+      for (int t = threads; seed && t > 1; t--) std::swap(order[t - 1], order[drawn(seed) % t]);
       for (int t : order)
-        if (!p->fibers[t].over) {
+        if (const Asked& asked = p->asked[t]; !asked.ready || asked.ready(asked.of)) {
           resume(p->fibers[t]);
           if (!m.failure.empty()) return m.failure;
         }
     }
     for (size_t i = running.size(); i-- > 0;)
-      if (running[i]->over == threads) running.erase(running.begin() + i);
+      if (running[i]->over == threads) {
+        for (Fiber& f : running[i]->fibers) stacks.push_back(std::move(f.stack));
+        running.erase(running.begin() + i);
+      }
     still = m.progress == seen ? still + 1 : 0;
     seen = m.progress;
     if (still > 1000) {
