@@ -179,6 +179,20 @@ def test_dplr_begins_early(monkeypatch, fall):
     assert all(x == (fall < 0.1) for x in heard)
 
 
+def test_dplr_knows_what_a_chunk_adds(monkeypatch):
+    """Spans of two chunks that wait go over them with values and without. The warp that makes the second half of a
+    chunk, whose values are all there are, says what the next one has before the other is done."""
+    q, k, v, beta = draw(320, 1, 1)
+    v.unflatten(1, (-1, 32))[:, :, :16] = 0
+    unit, g = F.normalize(torch.randn(1, 320, 1, 128), dim=-1), -0.01 * torch.rand(1, 320, 1, 128)
+    x = [q, k, v, (-unit).bfloat16(), (unit * beta[..., None]).bfloat16(), g.bfloat16()]
+    monkeypatch.setattr(dplr_launches, "cut", lambda *sizes: (64, 64))
+    o, S, _ = dplr_launches.forward(Inputs(*x[:3], x[5], None, *x[3:5]), None, 128**-0.5, None, True)
+    want = reference.dplr_delta_rule(*(t.double() for t in x), output_final_state=True)
+    for found, true in ((o, want.o), (S[0], want.final_state)):
+        assert (found.double() - true).norm() <= HALVES * true.norm()
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["tickets, two launches", "own numbers, one launch"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_kda(monkeypatch, waits, own):

@@ -161,6 +161,7 @@ INLINE void make_chunk(float scale, bool outputs, u32 numbers, u32 said, u32 tri
   between_two(pair);
   const Powers by = powers(scale, said);
   const int v = room(said, 4) + 3;
+  const int add = added(said, 2, 4, by.k + v);  // before the other half, which may have less to do, says what its next chunk has
   float GL[4], G[4], E[4];
   const int grow = half_decay(GL, G, E, at + OFF_G, half, lane);
   to_halves<8>(at + OFF_V + half * 4096, power(v), lane, 2048);
@@ -178,7 +179,7 @@ INLINE void make_chunk(float scale, bool outputs, u32 numbers, u32 said, u32 tri
       sts64(numbers, by.a, by.q);
       sts64(numbers + 8, by.k, by.b);
       sts64(numbers + 16, v, m);
-      sts64(numbers + 24, grow, added(said, 2, 4, by.k + v));
+      sts64(numbers + 24, grow, add);
     }
   } else if (outputs) {
     products(X, Y, at + OFF_A + SECOND, at, lane);
