@@ -98,8 +98,6 @@ smaller calls of delta rules, and those without gates, no GPU has timed."""
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
-KDA = Launches(_kda, _kda_gradients, across=across.KDA)
-DELTA = _keeping(gdn_launches, KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
 APART, APART_ROWS = 2**17, 16
 """Tokens × heads, and rows of heads, of the smallest call of a delta rule that trains on one device in two launches
 each way: 0.83 to 0.96 of one launch's time on an H200 by Qwen's gates, 0.92 to 0.99 by others and without gates."""
@@ -113,7 +111,10 @@ def _apart(inputs: Inputs, cu: Tensor | None) -> bool:
     return fits and cu is None and B * T * H >= APART and across.DELTA.keeps(inputs, cu)
 
 
-DELTA = DELTA._replace(across=across.DELTA, alone=_apart)
+KDA = Launches(_kda, _kda_gradients, across=across.KDA)
+DELTA = _keeping(gdn_launches, KeptChunks, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)._replace(
+    across=across.DELTA, alone=_apart
+)
 GLA = _keeping(gla_launches, gla_launches.KeptPairs)._replace(across=across.GLA)
 DPLR = _keeping(dplr_launches, KeptChunks)
 
